@@ -1,0 +1,1 @@
+"""The `wanfp4` command."""

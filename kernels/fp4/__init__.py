@@ -1,0 +1,1 @@
+"""4-bit attention: number formats, the torch reference, and the backends that run it."""

@@ -1,0 +1,197 @@
+"""Backends, and which of them runs an attention call.
+
+A backend runs numerics or says why it cannot; nothing here falls back silently. `attention` is the public function;
+the Wan processor calls `run` with a policy's resolved numerics and keeps the reasons for its receipt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from wanfp4.errors import BackendError, UnsupportedInputError
+from wanfp4.kernels import reference
+from wanfp4.policy import Guard, Numerics, Policy, get_policy
+
+HEAD_DIM = 128
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one attention call gave.
+
+    out      [B, Sq, H, D] in the dtype of v.
+    lse      [B, H, Sq] float32, natural logarithm, or None when it was not asked for.
+    backend  name of the backend that ran.
+    notes    counts worth a line in a receipt: `guarded`, `rows_shifted` (rows whose exponents needed a shift).
+    """
+
+    out: Tensor
+    lse: Tensor | None
+    backend: str
+    notes: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to run attention, as data: who it is, whether it is there, what it takes, how it runs.
+
+    missing   None when this machine can run it, else a sentence: what was found and what is needed.
+    refuses   None when it takes these numerics on this device, else a sentence.
+    native    True when it runs 4-bit numerics on hardware made for them; emulation brings no speed.
+    """
+
+    name: str
+    summary: str
+    native: bool
+    missing: Callable[[], str | None]
+    refuses: Callable[[Numerics, torch.device], str | None]
+    run: Callable[[Tensor, Tensor, Tensor, Numerics, Guard | None, float, bool], Outcome]
+
+    def why_not(self, numerics: Numerics, device: torch.device) -> str | None:
+        return self.missing() or self.refuses(numerics, device)
+
+
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, numerics: Numerics, guard: Guard | None, scale: float, return_lse: bool
+) -> Outcome:
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *(t.to(v.dtype).transpose(1, 2) for t in (q, k, v)), scale=scale
+    )
+    lse = reference.exact_lse(q, k, scale) if return_lse else None
+    return Outcome(out.transpose(1, 2), lse, "sdpa")
+
+
+def _reference(
+    q: Tensor, k: Tensor, v: Tensor, numerics: Numerics, guard: Guard | None, scale: float, return_lse: bool
+) -> Outcome:
+    notes: dict[str, int] = {}
+    if guard is not None and guard.apply(numerics) != numerics:
+        if reference.sampled_logit(q, k, scale) > guard.logit_limit:
+            numerics = guard.apply(numerics)
+            notes["guarded"] = 1
+    result = reference.attention(q, k, v, numerics, scale=scale, return_lse=return_lse)
+    if result.rows_shifted:
+        notes["rows_shifted"] = result.rows_shifted
+    return Outcome(result.out, result.lse, "reference", notes)
+
+
+_BACKENDS = (
+    Backend(
+        "sdpa",
+        "PyTorch scaled_dot_product_attention, for numerics that round nothing",
+        True,
+        lambda: None,
+        lambda numerics, device: None if numerics.is_exact else f"it rounds nothing, and the policy asks for {numerics.label}",
+        _sdpa,
+    ),
+    Backend(
+        "reference",
+        "readable torch emulation of every policy, on any device; exact numerics, no speed",
+        False,
+        lambda: None,
+        lambda numerics, device: None,
+        _reference,
+    ),
+)
+
+
+def backends() -> tuple[Backend, ...]:
+    """All backends of this version, fastest first."""
+    return _BACKENDS
+
+
+def select(numerics: Numerics, device: torch.device, backend: str | None = None) -> Backend:
+    """The fastest backend that can run `numerics` on `device`, or the named one.
+
+    Raises BackendError with every backend's reason when none, or not the named one, can.
+    """
+    known = {b.name: b for b in backends()}
+    if backend is not None:
+        if backend not in known:
+            raise BackendError(f"unknown backend {backend!r}; this version has {', '.join(known)}")
+        why = known[backend].why_not(numerics, device)
+        if why:
+            raise BackendError(f"backend {backend!r} cannot run this on {device.type}: {why}")
+        return known[backend]
+    reasons = []
+    for candidate in known.values():
+        why = candidate.why_not(numerics, device)
+        if why is None:
+            return candidate
+        reasons.append(f"{candidate.name}: {why}")
+    raise BackendError(f"no backend can run {numerics.label} on {device.type}; " + "; ".join(reasons))
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise UnsupportedInputError unless q [B, Sq, H, 128], k and v [B, Sk, H, 128] can be taken."""
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.ndim != 4:
+            raise UnsupportedInputError(f"{name} must be [batch, tokens, heads, {HEAD_DIM}]; found shape {list(t.shape)}")
+        if t.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise UnsupportedInputError(f"{name} must be bfloat16, float16 or float32; found {t.dtype}")
+        if t.shape[-1] != HEAD_DIM:
+            raise UnsupportedInputError(f"{name} has head_dim {t.shape[-1]}; 4-bit attention needs head_dim {HEAD_DIM}")
+        if 0 in t.shape:
+            raise UnsupportedInputError(f"{name} is empty: shape {list(t.shape)}")
+    if q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2] or k.shape != v.shape:
+        raise UnsupportedInputError(
+            "q, k and v must agree in batch and heads, and k and v in tokens; found "
+            f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+        )
+    if not q.device == k.device == v.device:
+        raise UnsupportedInputError(f"q, k and v must be on one device; found {q.device}, {k.device}, {v.device}")
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise UnsupportedInputError(
+            "4-bit attention has no backward pass, and an input requires gradients; call it under torch.no_grad()"
+        )
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    numerics: Numerics,
+    *,
+    guard: Guard | None = None,
+    backend: str | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Outcome:
+    """One attention call with fixed numerics; shapes as in `attention`. The inputs are never written to."""
+    check_inputs(q, k, v)
+    chosen = select(numerics, q.device, backend)
+    return chosen.run(q, k, v, numerics, guard, scale if scale is not None else 1 / math.sqrt(q.shape[-1]), return_lse)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    policy: str | Policy = "wan-fast",
+    backend: str | None = None,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Non-causal attention with a policy's numerics and guard (its rules need a model, so they do not apply here).
+
+    q is [B, Sq, H, 128], k and v are [B, Sk, H, 128], bfloat16, float16 or float32; any lengths, any strides.
+    Returns [B, Sq, H, 128] in v's dtype, with `return_lse` also the log-sum-exp [B, H, Sq] in float32. `scale` is
+    1/√128 by default. `backend=None` takes the fastest that can run it.
+
+    Raises UnsupportedInputError (mask, gradients, shapes, dtypes), PolicyError, BackendError.
+    """
+    if attn_mask is not None:
+        raise UnsupportedInputError("4-bit attention takes no attn_mask; Wan's self-attention has none")
+    chosen = get_policy(policy)
+    outcome = run(q, k, v, chosen.numerics, guard=chosen.guard, backend=backend, scale=scale, return_lse=return_lse)
+    if return_lse:
+        assert outcome.lse is not None
+        return outcome.out, outcome.lse
+    return outcome.out

@@ -1,0 +1,1 @@
+"""The diffusers attention processor and the patch that installs it."""
