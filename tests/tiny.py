@@ -75,7 +75,13 @@ def tiny_transformer(
         "ffn_dim": 64,
         "rope_max_seq_len": 64,
     }
-    return cls(**(settings | config)).eval().to(dtype)
+    model = cls(**(settings | config)).eval()
+    if dtype != torch.float32:  # as from_pretrained(torch_dtype=…) does, which keeps some modules in float32
+        kept = tuple(model._keep_in_fp32_modules)
+        for name, parameter in model.named_parameters():
+            if not any(part in kept for part in name.split(".")):
+                parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def tiny_vae(seed: int = 0) -> AutoencoderKLWan:

@@ -31,6 +31,9 @@ MARGIN_UNITS = ("raw", "log2")
 DENOMINATORS = ("codes", "exact")
 EXPERTS = ("transformer", "transformer_2")
 
+# End of the reason that `Policy.resolve` gives where it cannot tell what the policy wants: a fallback, not a wish.
+NO_SIGMA = "asks for sigma, which this pipeline does not tell"
+
 _T = TypeVar("_T")
 
 
@@ -319,8 +322,8 @@ class Policy:
         if tokens < self.min_tokens:
             return EXACT, f"{tokens} tokens, fewer than min_tokens={self.min_tokens}"
         for i, rule in enumerate(self.rules):
-            if rule.sigma is not None and sigma is None:
-                return EXACT, f"rules[{i}] asks for sigma, which this pipeline does not tell"
+            if rule.sigma is not None and sigma is None and rule.matches(layer, num_layers, rule.sigma[0], expert):
+                return EXACT, f"rules[{i}] {NO_SIGMA}"
             if rule.matches(layer, num_layers, sigma, expert):
                 return rule.numerics, f"rules[{i}]" if rule.numerics.is_exact else None
         return self.numerics, f"policy {self.name!r}" if self.numerics.is_exact else None
