@@ -10,6 +10,7 @@ input gives NaN, never a number that looks healthy.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -108,7 +109,7 @@ def flicker(clip: Clip) -> float:
     """
     if len(clip) < 2:
         return math.nan
-    steps = [np.mean(np.abs(b.astype(np.int16) - a)) for a, b in zip(clip[:-1], clip[1:], strict=True)]
+    steps = [np.mean(np.abs(b.astype(np.int16) - a)) for a, b in itertools.pairwise(clip)]
     return float(np.mean(steps))
 
 
@@ -122,7 +123,7 @@ def flicker_ratio(clip: Clip, reference: Clip) -> float:
 
 
 def black_frames(clip: Clip) -> list[int]:
-    """Indices of the black frames: at least 98 % of the pixels have a luma of at most 10 % (as ffmpeg's blackdetect)."""
+    """Indices of the black frames: 98 % or more of the pixels with a luma of at most 10 %, as ffmpeg's blackdetect."""
     return [i for i, frame in enumerate(clip) if np.mean(frame @ LUMA <= BLACK_LUMA) >= BLACK_SHARE]
 
 

@@ -25,7 +25,7 @@ from wanfp4.errors import Wanfp4Error
 
 @dataclass(frozen=True)
 class Step:
-    """Where in the noise schedule a step is. `index` counts from 0; `sigma` is the noise level in [0, 1] at its start."""
+    """A step of the noise schedule. `index` counts from 0; `sigma` in [0, 1] is the noise level that it starts at."""
 
     index: int
     sigma: float

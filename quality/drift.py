@@ -1,0 +1,404 @@
+"""Measure what policies cost: every policy against the pipeline's own attention, step by step.
+
+For each prompt and seed, from the same noise:
+
+1. the reference, the pipeline as it is, whose trajectory is kept in memory;
+2. the noise floor: nothing rounded either, but another attention implementation (exact tiled FP32 attention);
+3. each policy.
+
+2 and 3 run twice, free and teacher-forced, and are compared with the reference as they go; only the reference is ever
+held as a whole. docs/drift.md defines every figure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import platform
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+import wanfp4
+from wanfp4.errors import ModelError, SettingsError, Wanfp4Error
+from wanfp4.policy import Policy, get_policy
+from wanfp4.processors.patch import patch
+from wanfp4.processors.pipelines import (
+    ModelInfo,
+    Settings,
+    check_seed,
+    decode_latents,
+    generate_latents,
+    info_of,
+    shifted,
+)
+from wanfp4.processors.wan import Wan4BitAttnProcessor
+from wanfp4.quality import metrics
+from wanfp4.quality.aggregate import Json, number, per_step, series, summary
+from wanfp4.quality.budget import check_budget
+from wanfp4.quality.files import writable_folder
+from wanfp4.quality.metrics import Clip, Distance, distance
+from wanfp4.quality.record import Seen, Trajectory, watching
+from wanfp4.quality.report import REPORT_KIND, SCHEMA_VERSION, DriftReport
+from wanfp4.quality.video import encode_jpeg, encode_mp4, strip
+from wanfp4.receipt import PIPELINE
+
+log = logging.getLogger("wanfp4")
+
+FLOOR_BACKEND = "reference"
+
+
+def drift(
+    pipe: Any,
+    policies: Sequence[str | Path | Policy] = ("wan-fast",),
+    prompts: Sequence[str] | str = (),
+    seeds: Sequence[int] | int = (0,),
+    steps: int | None = None,
+    *,
+    settings: Settings | None = None,
+    backend: str | None = None,
+    strict: bool = False,
+    budget: Mapping[str, float] | None = None,
+    progress: bool = True,
+    partial: str | Path | None = None,
+    model: str | None = None,
+    command: str | None = None,
+    **call: Any,
+) -> DriftReport:
+    """Compare `policies` with the attention of `pipe`, an unpatched diffusers text-to-video pipeline.
+
+    prompts   one or several; the model's example prompt when none is given and it has one.
+    seeds     of the initial noise, drawn on the CPU.
+    settings  size, steps, guidance, …; the model's defaults when None. `steps` overrides the one in it.
+    backend, strict   as in `wanfp4.patch`.
+    budget    limits to judge the policies by, as {"velocity": 0.1}; see `wanfp4.quality.budget.METRICS`.
+    progress  a bar on stderr, over all steps of the whole job.
+    partial   a folder that gets the report after every finished policy of a prompt and seed, marked incomplete, so that
+              a failure or Ctrl-C loses little. `DriftReport.save` writes the finished one.
+    model, command    how the report names the model, and the command that makes it again.
+    call      more arguments for the pipeline's call.
+
+    Time: (3 + 2 · policies) runs for each prompt and seed. Memory: 2 · steps + 1 latents in float32, two decoded clips,
+    and the compressed clips of all runs.
+
+    Raises PolicyError, BackendError, SettingsError, ModelError before the first step; FallbackError with `strict`.
+    """
+    chosen = _policies(policies)
+    info = info_of(pipe)
+    info.check_text_to_video()
+    plan = _settings(info, settings, steps)
+    prompts = _prompts(prompts, info)
+    seeds = [seeds] if isinstance(seeds, int) else list(seeds)
+    _check_seeds(seeds)
+    limits = check_budget(budget or {})
+    if partial is not None:
+        partial = writable_folder(partial)
+    attention = _attention_of(pipe, info)
+    for policy in chosen:
+        with patch(pipe, policy, backend, strict=strict):
+            pass  # raises here what would otherwise be raised after the reference run
+
+    report = DriftReport(_header(pipe, info, model, plan, prompts, seeds, backend, strict, command), budget=limits)
+    report.data["reference"]["attention"] = attention
+    floor = report.add_section("noise floor", get_policy("bf16"), FLOOR_BACKEND, floor=True)
+    sections = [report.add_section(policy.name, policy, backend) for policy in chosen]
+    runs_each = 1 + 2 * (1 + len(chosen))
+    total = len(prompts) * len(seeds) * runs_each * plan.steps
+    try:
+        with (
+            shifted(pipe, plan.shift),
+            _quiet(pipe),
+            _said_once(),
+            tqdm(total=total, unit="step", disable=not progress, dynamic_ncols=True) as bar,
+            logging_redirect_tqdm([log]),
+        ):
+            for p, prompt in enumerate(prompts):
+                for seed in seeds:
+                    job = _Job(pipe, plan, prompt, p, seed, bar, call)
+                    reference, clip = job.reference(report)
+                    report.set_steps(reference.steps)
+                    for section in (floor, *sections):
+                        job.compare(report, section, reference, clip, strict)
+                        if partial is not None:
+                            report.save(partial, pages=False)
+    except BaseException:
+        # Ctrl-C too: the figures are in report.json already, the pages are what is missing.
+        if partial is not None and floor["runs"]:
+            report.save(partial)
+        raise
+    report.finish()
+    return report
+
+
+@dataclasses.dataclass
+class _Job:
+    """One prompt and seed."""
+
+    pipe: Any
+    settings: Settings
+    prompt: str
+    prompt_index: int
+    seed: int
+    bar: Any
+    call: Mapping[str, Any]
+
+    def reference(self, report: DriftReport) -> tuple[Trajectory, Clip]:
+        trajectory = Trajectory()
+        latents, seconds = self._run("reference", trajectory.add)
+        if bad := metrics.nonfinite_frames(latents):
+            raise ModelError(
+                f"the pipeline's own attention gives NaN or infinity in {len(bad)} latent frames for prompt "
+                f"{self.prompt!r}, seed {self.seed}: there is nothing to compare with"
+            )
+        clip = decode_latents(self.pipe, latents)
+        run = {
+            "prompt": self.prompt_index,
+            "seed": self.seed,
+            "wall_seconds": {"free_running": number(seconds)},
+            "frames": {"black": metrics.black_frames(clip), "flicker": number(metrics.flicker(clip))},
+            "files": self._files(report, "reference", clip),
+        }
+        report.data["reference"]["runs"].append(run)
+        return trajectory, clip
+
+    def compare(self, report: DriftReport, section: Json, reference: Trajectory, clip: Clip, strict: bool) -> None:
+        """Both runs of one policy, and their figures added to its section."""
+        free, forced = _Comparison(reference), _Comparison(reference)
+        with patch(
+            self.pipe, Policy.from_dict(section["policy"]), section["backend"]["requested"], strict=strict
+        ) as handle:
+            latents, free_seconds = self._run(section["name"], free)
+            free_receipt = handle.receipt()
+            handle.reset()
+            _, forced_seconds = self._run(f"{section['name']}, teacher-forced", forced, forced=reference)
+            forced_receipt = handle.receipt()
+        free.check_complete()
+        nan = metrics.nonfinite_frames(latents)
+        run: Json = {
+            "prompt": self.prompt_index,
+            "seed": self.seed,
+            "wall_seconds": {"free_running": number(free_seconds), "teacher_forced": number(forced_seconds)},
+            "teacher_forced": {"velocity": series(forced.velocity)},
+            "free_running": {
+                "velocity": series(free.velocity),
+                "latent": series(free.latent),
+                "x0": series(free.x0),
+            },
+            "latent_frames_nan": nan,
+            "frames": None,
+            "files": None,
+            "receipt": {
+                "free_running": report.add_receipt(section, free_receipt),
+                "teacher_forced": report.add_receipt(section, forced_receipt),
+            },
+        }
+        if not nan:  # a VAE turns one NaN into a clip of them
+            decoded = decode_latents(self.pipe, latents)
+            black, reference_black = metrics.black_frames(decoded), set(metrics.black_frames(clip))
+            run["frames"] = {
+                "psnr": number(metrics.psnr(decoded, clip)),
+                "ssim": number(metrics.ssim(decoded, clip)),
+                "flicker": number(metrics.flicker(decoded)),
+                "flicker_ratio": number(metrics.flicker_ratio(decoded, clip)),
+                "black": black,
+                "black_new": [i for i in black if i not in reference_black],
+            }
+            run["files"] = self._files(report, section["name"], decoded)
+        section["runs"].append(run)
+        section["per_step"] = per_step(section["runs"])
+        floor = report.data["noise_floor"]
+        section["summary"] = summary(section["runs"], None if section is floor else floor["summary"])
+
+    def _run(self, what: str, observer: Any, forced: Trajectory | None = None) -> tuple[Tensor, float]:
+        """Latents and wall time of one run, each step seen by `observer`."""
+
+        def seen(step: Seen) -> None:
+            observer(step)
+            self.bar.update()
+
+        self.bar.set_description(f"prompt {self.prompt_index + 1}, seed {self.seed}: {what}")
+        started = time.perf_counter()
+        with watching(self.pipe, seen, forced=forced):
+            latents = generate_latents(self.pipe, self.prompt, self.settings, self.seed, **self.call)
+        return latents.detach().to("cpu", torch.float32), time.perf_counter() - started
+
+    def _files(self, report: DriftReport, name: str, clip: Clip) -> Json:
+        stem = f"p{self.prompt_index}-s{self.seed}-{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}"
+        return {
+            "video": report.add_file(f"videos/{stem}.mp4", encode_mp4(clip, self.settings.fps)),
+            "strip": report.add_file(f"strips/{stem}.jpg", encode_jpeg(strip(clip))),
+        }
+
+
+class _Comparison:
+    """Distances of a run to the reference, step by step; the run's own latents are not kept."""
+
+    def __init__(self, reference: Trajectory) -> None:
+        self.reference = reference
+        self.velocity: list[Distance] = []
+        self.latent: list[Distance] = []
+        self.x0: list[Distance] = []
+
+    def __call__(self, seen: Seen) -> None:
+        index = seen.step.index
+        right = self.reference.seen[index] if index < len(self.reference.seen) else None
+        if right is None or right.step != seen.step:
+            raise Wanfp4Error(f"step {index + 1} is not the reference's: {seen.step}")
+        if index == 0 and not torch.equal(seen.sample, right.sample):
+            raise Wanfp4Error("the run did not start from the reference's noise, so nothing could be compared")
+        self.velocity.append(distance(seen.velocity, right.velocity))
+        self.latent.append(distance(seen.next_sample, right.next_sample))
+        self.x0.append(distance(seen.x0, right.x0))
+
+    def check_complete(self) -> None:
+        if len(self.velocity) != len(self.reference.seen):
+            raise Wanfp4Error(f"the run ended after {len(self.velocity)} steps of {len(self.reference.seen)}")
+
+
+def _policies(policies: Sequence[str | Path | Policy]) -> list[Policy]:
+    given: Sequence[str | Path | Policy] = [policies] if isinstance(policies, (str, Path, Policy)) else policies
+    chosen = [get_policy(policy) for policy in given]
+    if not chosen:
+        raise SettingsError("drift needs at least one policy to compare with the pipeline's own attention")
+    names = [policy.name for policy in chosen]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise SettingsError(f"policies are told apart by name, and {', '.join(twice)} is given more than once")
+    if "noise floor" in names or "reference" in names:
+        raise SettingsError("'reference' and 'noise floor' are names of the report's own rows; rename the policy")
+    return chosen
+
+
+def _settings(info: ModelInfo, settings: Settings | None, steps: int | None) -> Settings:
+    settings = info.settings() if settings is None else settings
+    if steps is not None:
+        settings = dataclasses.replace(settings, steps=steps)
+    info.check(settings)
+    return settings
+
+
+def _prompts(prompts: Sequence[str] | str, info: ModelInfo) -> list[str]:
+    given = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not given and info.prompt is not None:
+        given = [info.prompt]
+    if not given:
+        raise SettingsError("drift needs at least one prompt")
+    for prompt in given:
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise SettingsError(f"a prompt must be a text that is not empty, not {prompt!r}")
+    if twice := sorted({p for p in given if given.count(p) > 1}):
+        raise SettingsError(f"prompt {twice[0]!r} is given more than once")
+    return given
+
+
+def _check_seeds(seeds: Sequence[int]) -> None:
+    if not seeds:
+        raise SettingsError("drift needs at least one seed")
+    for seed in seeds:
+        check_seed(seed)
+    if len(set(seeds)) < len(seeds):
+        raise SettingsError(f"a seed is given more than once: {', '.join(map(str, seeds))}")
+
+
+def _attention_of(pipe: Any, info: ModelInfo) -> str:
+    """The reference's attention, as receipts name it. Raises ModelError when the pipeline is patched already."""
+    names = set()
+    for expert in info.experts:
+        transformer = getattr(pipe, expert.name, None)
+        for module in transformer.modules() if transformer is not None else ():
+            processor = getattr(module, "processor", None)
+            if isinstance(processor, Wan4BitAttnProcessor):
+                raise ModelError(
+                    "the pipeline is patched, and drift compares with its own attention: restore() the patch first"
+                )
+            own = getattr(processor, "_attention_backend", None)
+            names.add(PIPELINE if own is None else f"{PIPELINE}/{getattr(own, 'value', own)}")
+    return ", ".join(sorted(names))
+
+
+@contextlib.contextmanager
+def _quiet(pipe: Any) -> Iterator[None]:
+    """Without the pipeline's own progress bar, which the job's bar replaces."""
+    before = vars(pipe).get("_progress_bar_config")
+    pipe.set_progress_bar_config(**{**(before or {}), "disable": True})
+    try:
+        yield
+    finally:
+        if before is None:
+            del pipe._progress_bar_config
+        else:
+            pipe._progress_bar_config = before
+
+
+@contextlib.contextmanager
+def _said_once() -> Iterator[None]:
+    """Every patch of a policy would log the same remarks again."""
+    said: set[str] = set()
+
+    def new(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        return not (message in said or said.add(message))
+
+    log.addFilter(new)
+    try:
+        yield
+    finally:
+        log.removeFilter(new)
+
+
+def _header(
+    pipe: Any,
+    info: ModelInfo,
+    model: str | None,
+    settings: Settings,
+    prompts: Sequence[str],
+    seeds: Sequence[int],
+    backend: str | None,
+    strict: bool,
+    command: str | None,
+) -> Json:
+    """Everything in a report that is known before the first run."""
+    described = info.to_dict()
+    if model is not None:
+        described["model"] = model
+    transformer = next(t for t in (getattr(pipe, e.name, None) for e in info.experts) if t is not None)
+    return {
+        "kind": REPORT_KIND,
+        "schema": SCHEMA_VERSION,
+        "complete": False,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": command,
+        "versions": {
+            "wanfp4": wanfp4.__version__,
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in ("torch", "diffusers", "transformers", "scikit-image")},
+        },
+        "machine": _machine(pipe),
+        "model": {**described, "dtype": str(transformer.dtype).removeprefix("torch."), "tokens": info.tokens(settings)},
+        "scheduler": type(pipe.scheduler).__name__,
+        "settings": settings.to_dict(),
+        "prompts": list(prompts),
+        "seeds": list(seeds),
+        "backend": backend,
+        "strict": strict,
+        "steps": [],
+    }
+
+
+def _machine(pipe: Any) -> Json:
+    device = torch.device(pipe._execution_device)
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{platform.machine()}, {os.cpu_count()} cores"
+    return {"device": device.type, "name": name, "threads": torch.get_num_threads(), "system": platform.system()}

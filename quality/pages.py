@@ -1,0 +1,247 @@
+"""report.html and report.md from a report's JSON values; the words and markup are in the templates."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from wanfp4.quality.aggregate import Json
+from wanfp4.quality.plots import DASHES, SERIES_COLOURS, Curve, step_chart
+
+# Above these sums the page links to the files beside it instead of holding them: it must stay quick to open and mail.
+STRIP_BYTES = 4_000_000
+VIDEO_BYTES = 3_500_000  # 4.7 MB as base64
+
+CHARTS = (
+    (
+        "teacher_forced",
+        "velocity",
+        "Velocity, teacher-forced",
+        "Each step starts from the reference's own latent, so nothing adds up: this is what the policy itself costs.",
+    ),
+    (
+        "free_running",
+        "velocity",
+        "Velocity, free-running",
+        "Each step starts from the policy's own latent, so earlier steps' drift is in it.",
+    ),
+    ("free_running", "latent", "Latent, free-running", "The latent after each step."),
+    (
+        "free_running",
+        "x0",
+        "Predicted clean latent x0, free-running",
+        "x0 = x_t − σ·v: the clip that the model believes in at each step.",
+    ),
+)
+
+
+def html_page(data: Json, files: Mapping[str, bytes]) -> str:
+    """The whole page, self-contained as far as its media fit; `data` as `DriftReport.to_dict` gives it."""
+    sections = _sections(data)
+    return (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            r=data,
+            sections=sections,
+            charts=[_chart(data, *chart) for chart in CHARTS] if sections else [],
+            clips=_clips(data, files),
+            **_shared(data),
+        )
+    )
+
+
+def markdown_page(data: Json) -> str:
+    """The short form for a pull request."""
+    return _environment().get_template("report.md.j2").render(r=data, sections=_sections(data), **_shared(data))
+
+
+def _shared(data: Json) -> Json:
+    experts = [step["expert"] for step in data["steps"]]
+    switch = [i for i in range(1, len(experts)) if experts[i] != experts[i - 1]]
+    pairs = len(data["prompts"]) * len(data["seeds"])
+    return {
+        "pairs": pairs,
+        "finished": min((len(s["runs"]) for s in (data["noise_floor"], *data["policies"])), default=0),
+        "switch": [(i, experts[i - 1], experts[i]) for i in switch],
+        "emulated": [s["name"] for s in data["policies"] if s["backend"]["emulated"]],
+        "readings": {s["name"]: reading(s, data) for s in data["policies"] if s["runs"]},
+        "violations": {v["policy"]: True for v in (data["budget"] or {}).get("violations", [])},
+    }
+
+
+def _sections(data: Json) -> list[Json]:
+    """Rows of every table and lines of every chart: the noise floor, then the policies, as far as they have runs."""
+    floor = data["noise_floor"]
+    rows = [{**floor, "colour": "var(--floor)", "dash": "floor", "index": None}] if floor and floor["runs"] else []
+    for i, section in enumerate(data["policies"]):
+        if section["runs"]:
+            dash = i // SERIES_COLOURS % len(DASHES)
+            rows.append(
+                {**section, "colour": f"var(--series-{i % SERIES_COLOURS})", "dash": f"dash-{dash}", "index": i}
+            )
+    return rows
+
+
+def _chart(data: Json, way: str, quantity: str, title: str, explanation: str) -> Json:
+    curves, zero = [], []
+    for section in _sections(data):
+        rel = {k: [float(v) for v in values] for k, values in section["per_step"][way][quantity]["rel_l2"].items()}
+        if all(v == 0 for v in rel["max"]):
+            zero.append(section["name"])
+        curves.append(Curve(section["name"], section["index"], rel["median"], rel["min"], rel["max"]))
+    lines = "; ".join(f"{c.label} from {rel_l2(c.median[0])} to {rel_l2(c.median[-1])}" for c in curves)
+    described = f"{title}: relative L2 against the step, medians of the first and the last step: {lines}."
+    return {
+        "title": title,
+        "explanation": explanation,
+        "zero": zero,
+        "svg": step_chart(curves, data["steps"], "relative L2", described),
+    }
+
+
+def _clips(data: Json, files: Mapping[str, bytes]) -> list[Json]:
+    """Strips and players, a group for each prompt and seed, the reference first."""
+    rows = [("reference", data["reference"]), *((s["name"], s) for s in (data["noise_floor"], *data["policies"]) if s)]
+    room = {"strip": STRIP_BYTES, "video": VIDEO_BYTES}
+    groups = []
+    for p, prompt in enumerate(data["prompts"]):
+        for seed in data["seeds"]:
+            clips = []
+            for name, section in rows:
+                run = next((r for r in section["runs"] if (r["prompt"], r["seed"]) == (p, seed)), None)
+                if run is None:
+                    continue
+                clip: Json = {"name": name, "frames": run["frames"], "nan": run.get("latent_frames_nan")}
+                for kind, mime in (("strip", "image/jpeg"), ("video", "video/mp4")):
+                    file = (run["files"] or {}).get(kind)
+                    clip[kind] = _source(file, mime, files, room, kind) if file else None
+                clips.append(clip)
+            if clips:
+                groups.append({"prompt": prompt, "seed": seed, "clips": clips})
+    return groups
+
+
+def _source(name: str, mime: str, files: Mapping[str, bytes], room: dict[str, int], kind: str) -> str:
+    content = files.get(name)
+    if content is None or len(content) > room[kind]:
+        return name
+    room[kind] -= len(content)
+    return f"data:{mime};base64,{base64.b64encode(content).decode('ascii')}"
+
+
+def reading(section: Json, data: Json) -> str:
+    """One section in words."""
+    s, count = section["summary"], len(data["steps"])
+    last = s["after"][-1]
+    if all(float(s[k]["median"]) == 0 for k in ("velocity", "velocity_worst")) and float(last["rel_l2"]["max"]) == 0:
+        return "not a single bit of velocity or latent differs from the reference."
+    parts = [
+        f"on the reference's own latents its velocity is off by {percent(s['velocity']['median'])} at the median step "
+        f"and {percent(s['velocity_worst']['median'])} at the worst (step {s['velocity_worst']['step']})"
+    ]
+    if math.isfinite(float(s["over_floor"])):
+        parts[0] += f", {ratio(s['over_floor'])} times the noise floor"
+    parts.append(
+        f"running free, its latent after {count} step{'s' if count > 1 else ''} is {percent(last['rel_l2']['median'])} "
+        f"away (cosine {cosine(last['cosine']['median'])})"
+    )
+    if s["latent_frames_nan"]:
+        parts.append(f"{s['latent_frames_nan']} latent frames hold NaN or infinity: the policy broke the model")
+    else:
+        new = s["frames_black_new"]
+        black = f"{new} frames turned black" if new else "no frame turned black"
+        similar = f"PSNR {psnr(s['psnr']['median'])}, SSIM {fixed(s['ssim']['median'])}"
+        parts.append(f"decoded: {similar}, and {black}")
+    return "; ".join(parts) + "."
+
+
+def figure(value: float | str, digits: int = 3) -> str:
+    """Three significant digits by default."""
+    value = float(value)
+    return str(value) if not math.isfinite(value) else f"{value:.{digits}g}"
+
+
+rel_l2 = figure
+
+
+def cosine(value: float | str) -> str:
+    value = float(value)
+    if value == 1 or not math.isfinite(value):
+        return f"{value:g}"
+    return "> 0.99999" if value >= 0.999995 else f"{value:.5f}"
+
+
+def percent(value: float | str) -> str:
+    return f"{figure(100 * float(value))} %"
+
+
+def ratio(value: float | str) -> str:
+    value = float(value)
+    return f"{value:,.0f}" if 1000 <= value < math.inf else figure(value)
+
+
+def fixed(value: float | str) -> str:
+    """Three decimals, for figures around 1."""
+    value = float(value)
+    return f"{value:.3f}" if math.isfinite(value) else str(value)
+
+
+def psnr(value: float | str) -> str:
+    value = float(value)
+    return "infinite" if value == math.inf else f"{value:.1f} dB"
+
+
+def spread(value: Mapping[str, Any], form: Callable[[Any], str]) -> str:
+    """`median (min to max)`, or the median alone where all runs agree."""
+    median, low, high = (form(value[k]) for k in ("median", "min", "max"))
+    return median if low == high else f"{median} ({low} to {high})"
+
+
+def markdown(text: object) -> str:
+    """Text that Markdown, GitHub's above all, shows as it is, in a table cell too."""
+    return re.sub(r"([\\`*_{}\[\]<>|#~&])", r"\\\1", " ".join(str(text).split()))
+
+
+def heat(value: float | str, rows: Sequence[Json]) -> str:
+    """Share of a cell's shading: the value against the largest finite one of all rows; full for NaN and infinity."""
+    finite = [float(v) for row in rows for v in row["summary"]["latent_frames"]["median"] if math.isfinite(float(v))]
+    top = max(finite, default=0.0)
+    if not math.isfinite(float(value)):
+        return "100%"
+    return f"{100 * float(value) / top if top else 0:.0f}%"
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=jinja2.select_autoescape(enabled_extensions=("html.j2",)),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        figure=figure,
+        cosine=cosine,
+        percent=percent,
+        psnr=psnr,
+        ratio=ratio,
+        fixed=fixed,
+        heat=heat,
+        md=markdown,
+        json=lambda value: json.dumps(value, indent=1, ensure_ascii=False),
+        spread_rel=lambda value: spread(value, rel_l2),
+        spread_cos=lambda value: spread(value, cosine),
+        spread_psnr=lambda value: spread(value, psnr),
+        spread_fixed=lambda value: spread(value, fixed),
+    )
+    return environment

@@ -1,0 +1,166 @@
+"""A drift report: plain JSON values, the clips and strips that belong to it, and the files it is saved as."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from wanfp4.errors import OutputError, Wanfp4Error
+from wanfp4.quality.aggregate import Json, number
+from wanfp4.quality.budget import Violation, check_budget, verdict, violations
+from wanfp4.quality.files import writable_folder, write
+from wanfp4.quality.pages import html_page, markdown_page
+
+if TYPE_CHECKING:
+    from wanfp4.policy import Policy
+    from wanfp4.quality.record import Step
+    from wanfp4.receipt import Receipt
+
+REPORT_KIND = "wanfp4 drift report"
+SCHEMA_VERSION = 1
+
+
+class DriftReport:
+    """What `wanfp4.drift` found. `data` holds every figure (docs/drift.md), `files` the clips and strips by file name.
+
+    A policy's section has its name, constants, backends, receipts, runs, figures per step and summary; a reader must
+    let sections hold keys that it does not know, as later versions add some.
+    """
+
+    def __init__(self, header: Json, *, budget: Mapping[str, float] | None = None) -> None:
+        self.data: Json = {**header, "reference": {"attention": "", "runs": []}, "noise_floor": None, "policies": []}
+        self.files: dict[str, bytes] = {}
+        self.budget = check_budget(budget or {})
+        self._written: dict[Path, set[str]] = {}
+
+    @property
+    def complete(self) -> bool:
+        """False while runs are missing."""
+        return bool(self.data["complete"])
+
+    @property
+    def policies(self) -> list[Json]:
+        """The sections of the policies, in the order asked for."""
+        return list(self.data["policies"])
+
+    def add_section(self, name: str, policy: Policy, backend: str | None, *, floor: bool = False) -> Json:
+        section: Json = {
+            "name": name,
+            "policy": policy.to_dict(),
+            "numerics": policy.numerics.label,
+            "backend": {"requested": backend, "calls": {}, "emulated": False},
+            "fallbacks": {},
+            "unpatched": {},
+            "receipts": [],
+            "runs": [],
+            "per_step": {},
+            "summary": {},
+        }
+        if floor:
+            self.data["noise_floor"] = section
+        else:
+            self.data["policies"].append(section)
+        return section
+
+    def add_receipt(self, section: Json, receipt: Receipt) -> int:
+        """Keep what a run's receipt says; the index of it in the section, where receipts that agree are kept once."""
+        backend, fallbacks = section["backend"], section["fallbacks"]
+        for entry in receipt.entries:
+            backend["calls"][entry.ran.backend] = backend["calls"].get(entry.ran.backend, 0) + entry.calls
+            backend["emulated"] = backend["emulated"] or entry.ran.emulated
+        for entry in receipt.fallbacks:
+            reason = entry.ran.reason or "no reason given"
+            fallbacks[reason] = fallbacks.get(reason, 0) + entry.calls
+        section["unpatched"] = {f"{u.expert}.{u.module}": u.reason for u in receipt.unpatched}
+        kept = {**receipt.to_dict(), "summary": receipt.summary()}
+        del kept["policy"]  # the section has it
+        if kept not in section["receipts"]:
+            section["receipts"].append(kept)
+        return int(section["receipts"].index(kept))
+
+    def add_file(self, name: str, content: bytes) -> str:
+        """Keep a file of the report under its name in the report's folder; returns the name."""
+        self.files[name] = content
+        return name
+
+    def set_steps(self, steps: Sequence[Step]) -> None:
+        self.data["steps"] = [
+            {"step": s.index + 1, "sigma": number(s.sigma), "timestep": number(s.timestep), "expert": s.expert}
+            for s in steps
+        ]
+
+    def finish(self) -> None:
+        self.data["complete"] = True
+
+    def check(self, budget: Mapping[str, float]) -> list[Violation]:
+        """Every limit that a policy exceeds, as {"velocity": 0.1}; see `wanfp4.quality.budget.METRICS`.
+
+        Raises SettingsError for a metric that does not exist.
+        """
+        return violations(self.data["policies"], budget)
+
+    def to_dict(self) -> Json:
+        """What report.json holds: a copy, plain JSON values."""
+        return {**copy.deepcopy(self.data), "budget": verdict(self.data["policies"], self.budget)}
+
+    def to_json(self) -> str:
+        """JSON text; lists of numbers stand on one line."""
+        text = json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False)
+        # A line break cannot be inside a JSON string, so this meets nothing but lists of plain values.
+        return re.sub(r"\[\n[^\[\]{}]*?\]", lambda found: re.sub(r"\n\s*", " ", found[0]), text) + "\n"
+
+    def save(self, folder: str | Path, *, pages: bool = True) -> Path:
+        """Write report.json, videos/, strips/ and, with `pages`, report.html and report.md; returns the folder.
+
+        Each file appears whole or not at all, report.json after the clips it names. Raises OutputError.
+        """
+        folder = writable_folder(folder)
+        written = self._written.setdefault(folder.resolve(), set())
+        for name, content in self.files.items():
+            if name not in written:
+                write(folder / name, content)
+                written.add(name)
+        data = self.to_dict()
+        if pages:
+            write(folder / "report.html", html_page(data, self.files))
+            write(folder / "report.md", markdown_page(data))
+        write(folder / "report.json", self.to_json())
+        return folder
+
+    @classmethod
+    def load(cls, folder: str | Path) -> DriftReport:
+        """The report in a folder, with those of its clips and strips that are still there.
+
+        Raises Wanfp4Error when there is none, or one of another schema.
+        """
+        folder = Path(folder)
+        path = folder / "report.json"
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise Wanfp4Error(f"cannot read a drift report from {str(folder)!r}: {error}") from None
+        kind, schema = (data.get("kind"), data.get("schema")) if isinstance(data, dict) else (None, None)
+        if (kind, schema) != (REPORT_KIND, SCHEMA_VERSION):
+            needed = f"{REPORT_KIND!r} and schema {SCHEMA_VERSION}"
+            raise Wanfp4Error(f"{path} has kind {kind!r} and schema {schema!r}; needed are {needed}")
+        judged = data.pop("budget")
+        limits = {name: limit["limit"] for name, limit in judged["limits"].items()} if judged else {}
+        report = cls({}, budget=limits)
+        report.data = data
+        for name in report._named_files():
+            try:
+                report.files[name] = (folder / name).read_bytes()
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise OutputError(f"cannot read {str(folder / name)!r}: {error.strerror}") from None
+        report._written[folder.resolve()] = set(report.files)
+        return report
+
+    def _named_files(self) -> list[str]:
+        sections = [self.data["reference"], self.data["noise_floor"], *self.data["policies"]]
+        return [name for s in sections for run in s["runs"] for name in (run["files"] or {}).values()]
