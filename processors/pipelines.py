@@ -26,6 +26,9 @@ __all__ = [
     "Expert",
     "ModelInfo",
     "Settings",
+    "check_dtype",
+    "check_offload",
+    "check_seed",
     "decode_latents",
     "decode_with_vae",
     "generate_latents",
@@ -70,14 +73,19 @@ def pick_device(name: str = "auto") -> torch.device:
     return torch.device(name)
 
 
+def check_dtype(dtype: str) -> None:
+    """Raise SettingsError unless `dtype` is `auto` or one of `DTYPES`."""
+    if dtype != "auto" and dtype not in DTYPES:
+        raise SettingsError(f"unknown dtype {dtype!r}; choose from auto, {', '.join(DTYPES)}")
+
+
 def _dtypes(dtype: str, device: torch.device) -> Any:
+    check_dtype(dtype)
     if dtype == "auto":
         # Wan is published with an FP32 VAE beside BF16 transformers; on a CPU the VAE is quicker in BF16, and the
         # bundled one loses less than 0.03 dB by it.
         vae = torch.bfloat16 if device.type == "cpu" else torch.float32
         return {"default": torch.bfloat16, "vae": vae}
-    if dtype not in DTYPES:
-        raise SettingsError(f"unknown dtype {dtype!r}; choose from auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
 
 

@@ -1,0 +1,210 @@
+"""What the commands share: exit codes, errors as sentences, options, prompts, environment."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import shlex
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import wanfp4
+from wanfp4.errors import (
+    BackendError,
+    ModelError,
+    OutputError,
+    PolicyError,
+    SettingsError,
+    UnsupportedInputError,
+    Wanfp4Error,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+FAILURE, BAD_INPUT, OVER_BUDGET, INTERRUPTED = 1, 2, 3, 130
+_BAD_INPUT = (PolicyError, SettingsError, ModelError, UnsupportedInputError, BackendError, OutputError)
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", metavar="DIR|ID", help="Diffusers Wan folder or Hub id; the bundled sample by default."),
+]
+BackendOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Who computes the attention; by default the fastest that can run it."),
+]
+HeightOption = Annotated[
+    int | None, typer.Option(metavar="PIXELS", help="Frame height; the model's default if not given.")
+]
+WidthOption = Annotated[int | None, typer.Option(metavar="PIXELS", help="Frame width.")]
+FramesOption = Annotated[int | None, typer.Option(metavar="N", help="Frames of the clip, 4k+1.")]
+StepsOption = Annotated[int | None, typer.Option(metavar="N", help="Denoising steps.")]
+GuidanceOption = Annotated[float | None, typer.Option(metavar="X", help="Classifier-free guidance; 1 or less is none.")]
+Guidance2Option = Annotated[
+    float | None,
+    typer.Option("--guidance-2", metavar="X", help="Guidance of the low-noise expert (Wan2.2)."),
+]
+ShiftOption = Annotated[float | None, typer.Option(metavar="X", help="Flow shift of the noise schedule.")]
+NegativeOption = Annotated[str | None, typer.Option(metavar="TEXT", help="Negative prompt.")]
+FpsOption = Annotated[int | None, typer.Option(metavar="N", help="Frames per second of the file.")]
+DeviceOption = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda, cuda:N or mps.")]
+DtypeOption = Annotated[str, typer.Option(metavar="NAME", help="auto, bf16, fp16 or fp32.")]
+OffloadOption = Annotated[
+    str,
+    typer.Option(metavar="HOW", help="Keep weights on the CPU until needed: none, model or sequential."),
+]
+PromptsOption = Annotated[
+    Path | None,
+    typer.Option("--prompts", metavar="FILE", help="Prompts from a file, one a line; # starts a comment."),
+]
+StrictOption = Annotated[bool, typer.Option("--strict", help="Fail where anything would fall back to BF16 attention.")]
+
+
+def note(message: str) -> None:
+    """A line for people, on stderr: stdout carries results only."""
+    typer.echo(message, err=True)
+
+
+class Commands(TyperGroup):
+    """The command group that turns exceptions into one sentence on stderr and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            note("interrupted")
+            raise typer.Exit(INTERRUPTED) from None
+        except Wanfp4Error as error:
+            if ctx.params.get("debug"):
+                traceback.print_exc()
+            note(f"error: {error}")
+            raise typer.Exit(BAD_INPUT if isinstance(error, _BAD_INPUT) else FAILURE) from None
+        except (typer.Exit, typer.Abort, SystemExit):
+            raise
+        except Exception as error:
+            # Click's own usage errors print themselves; the class is vendored by Typer, so it is told by its method.
+            if hasattr(error, "exit_code") and hasattr(error, "show"):
+                raise
+            if ctx.params.get("debug"):
+                traceback.print_exc()
+            text = str(error).strip().splitlines()
+            note(f"error: {type(error).__name__}: {text[0] if text else 'no message'}")
+            if not ctx.params.get("debug"):
+                note("This is not a message of wanfp4's own; `wanfp4 --debug COMMAND …` shows the traceback.")
+            raise typer.Exit(FAILURE) from None
+
+
+def command_line() -> str:
+    """The command as a shell would take it again."""
+    return shlex.join(["wanfp4", *sys.argv[1:]])
+
+
+def decode_command(latents: Path, video: Path) -> str:
+    """How to make `video` from kept latents."""
+    return shlex.join(["wanfp4", "decode", str(latents), "-o", str(video)])
+
+
+def model_or_bundled(model: str | None) -> str:
+    """The model named, or the folder of the bundled sample."""
+    if model is not None:
+        return model
+    from wanfp4.samples import bundled
+
+    return str(bundled())
+
+
+def collect_prompts(prompt: str | None, prompts: Path | None, example: str | None) -> list[str]:
+    """The prompt given, or those of a file: one a line, empty lines and lines that start with # left out.
+
+    Raises SettingsError when there are none, or both ways are used at once.
+    """
+    if prompt is not None and prompts is not None:
+        raise SettingsError("give a prompt or --prompts FILE, not both")
+    if prompts is None:
+        if prompt is None or not prompt.strip():
+            hint = f", for example {example!r}" if example else ""
+            raise SettingsError(f"{'the prompt is empty' if prompt is not None else 'a prompt is needed'}{hint}")
+        return [prompt.strip()]
+    try:
+        lines = prompts.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"cannot read prompts from {str(prompts)!r}: {error}") from None
+    found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not found:
+        raise SettingsError(f"{str(prompts)!r} holds no prompt: one a line, lines that start with # are comments")
+    return found
+
+
+def warn_of_unknown_words(pipe: Any, prompts: Iterable[str]) -> None:
+    """Say on stderr which words of the prompts the model's tokenizer does not have."""
+    from wanfp4.processors.pipelines import unknown_words
+
+    for prompt in prompts:
+        if unknown := unknown_words(pipe.tokenizer, prompt):
+            note(f"warning: the model does not know {', '.join(map(repr, unknown))} in {prompt!r}")
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Diffusers' and Transformers' loading bars and warnings off for a while: they would bury ours."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    libraries = (diffusers_logging, transformers_logging)
+    before = [(library.get_verbosity(), library.is_progress_bar_enabled()) for library in libraries]
+    for library in libraries:
+        library.set_verbosity_error()
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library, (level, bars) in zip(libraries, before, strict=True):
+            library.set_verbosity(level)
+            if bars:
+                library.enable_progress_bar()
+
+
+@contextmanager
+def progress_log() -> Iterator[None]:
+    """wanfp4's own log lines on stderr, above a progress bar instead of inside it."""
+    from tqdm.contrib.logging import logging_redirect_tqdm
+
+    with logging_redirect_tqdm(loggers=[logging.getLogger("wanfp4")]):
+        yield
+
+
+def versions() -> dict[str, str]:
+    """Versions that decide what a run gives."""
+    names = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "numpy", "imageio-ffmpeg", "typer")
+    return {
+        "wanfp4": wanfp4.__version__,
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in names},
+    }
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What a run ran on."""
+    import torch
+
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        major, minor = torch.cuda.get_device_capability(device)
+        return {"device": str(device), "name": name, "compute_capability": f"{major}.{minor}"}
+    name = f"{platform.machine()}, {os.cpu_count()} cores"
+    return {"device": str(device), "name": name, "threads": torch.get_num_threads(), "system": platform.system()}
+
+
+def now() -> str:
+    """Time of day in UTC, ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

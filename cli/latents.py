@@ -1,0 +1,113 @@
+"""Latents on disk, and the way from latents to an mp4 with its receipt: `generate` and `decode` share it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wanfp4.errors import OutputError, SettingsError, Wanfp4Error
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+KIND, SCHEMA = "wanfp4-clip", 1
+SUFFIX = ".latents.safetensors"
+TIMINGS_NOTE = (
+    "Wall clock of this one run on this machine, in seconds, first-call costs included. Emulated 4-bit attention is "
+    "slower than BF16; no figure here says anything about hardware that has FP4 units."
+)
+
+
+def latents_path(video: Path) -> Path:
+    """Where the latents of `video` are kept until it is written."""
+    return video.with_name(video.stem + SUFFIX)
+
+
+def receipt_path(video: Path) -> Path:
+    """The JSON receipt beside `video`."""
+    return video.with_suffix(".json")
+
+
+def check_outputs(video: Path, *others: Path, force: bool, create: bool) -> None:
+    """Raise OutputError unless `video`, its receipt and `others` can be written; existing files need `force`.
+
+    `create` makes the folder and tries to write into it; without it nothing on disk changes.
+    """
+    from wanfp4.quality.files import writable_folder
+
+    if video.suffix.lower() != ".mp4":
+        raise OutputError(f"the output must be a file name that ends in .mp4, not {str(video)!r}")
+    for path in (video, receipt_path(video), *others):
+        if path.is_dir():
+            raise OutputError(f"cannot write {str(path)!r}: it is a folder, and a file name is needed")
+        if path.exists() and not force:
+            raise OutputError(f"{str(path)!r} exists; choose another --output, or --force to overwrite it")
+    if create:
+        writable_folder(video.parent)
+        return
+    nearest = next(p for p in (video.parent.absolute(), *video.parent.absolute().parents) if p.exists())
+    if not nearest.is_dir():
+        raise OutputError(
+            f"cannot write into {str(video.parent)!r}: {str(nearest)!r} is a file, and a folder is needed"
+        )
+
+
+def save_latents(path: Path, latents: Tensor, receipt: dict[str, Any]) -> None:
+    """Latents [1, C, F, h, w] as safetensors, with the receipt so far as metadata; whole or not at all."""
+    from safetensors.torch import save_file
+
+    from wanfp4.quality.files import replacing
+
+    with replacing(path) as temporary:
+        save_file({"latents": latents.detach().contiguous().cpu()}, temporary, {"wanfp4": json.dumps(receipt)})
+
+
+def load_latents(path: Path) -> tuple[Tensor, dict[str, Any]]:
+    """What `save_latents` wrote. Raises SettingsError for a file that is missing, broken or of another kind."""
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise SettingsError(f"there is no file {str(path)!r}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            receipt = json.loads((file.metadata() or {}).get("wanfp4", "null"))
+            latents: Tensor | None = file.get_tensor("latents") if "latents" in file.keys() else None  # noqa: SIM118
+    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+        raise SettingsError(f"cannot read latents from {str(path)!r}: {error}") from None
+    if latents is None or not isinstance(receipt, dict) or receipt.get("kind") != KIND:
+        raise SettingsError(f"{str(path)!r} holds no latents of `wanfp4 generate`")
+    if receipt.get("schema") != SCHEMA:
+        raise SettingsError(f"{str(path)!r} has schema {receipt.get('schema')!r}; this version reads schema {SCHEMA}")
+    return latents, receipt
+
+
+def check_finite(latents: Tensor) -> None:
+    """Raise Wanfp4Error when there is nothing to decode."""
+    bad = int((~latents.isfinite()).sum())
+    if bad:
+        raise Wanfp4Error(
+            f"{bad} of {latents.numel()} latent values are NaN or infinite, so there is no video to show "
+            "(--dtype fp16 overflows on some models; bf16 and fp32 do not)"
+        )
+
+
+def write_clip(
+    video: Path, frames: np.ndarray[Any, np.dtype[np.uint8]], fps: int, receipt: dict[str, Any], decode_seconds: float
+) -> None:
+    """The mp4 and, beside it, its receipt; each appears whole or not at all."""
+    from wanfp4.quality.files import write
+    from wanfp4.quality.video import write_mp4
+
+    started = time.perf_counter()
+    write_mp4(video, frames, fps)
+    seconds = {"decode": round(decode_seconds, 3), "write_mp4": round(time.perf_counter() - started, 3)}
+    count, height, width = frames.shape[:3]
+    finished = {
+        **receipt,
+        "timings": {**receipt.get("timings", {}), **seconds, "note": TIMINGS_NOTE},
+        "output": {"file": video.name, "frames": count, "height": height, "width": width, "fps": fps},
+    }
+    write(receipt_path(video), json.dumps(finished, indent=2) + "\n")
