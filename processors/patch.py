@@ -141,6 +141,7 @@ class Patch:
                 log.warning("%s has had a new processor since it was patched, %s; it is left in place", name, found)
         for undo in self._undo:
             undo()
+        self._installed.clear()
         self._undo.clear()
 
     def receipt(self) -> Receipt:
@@ -242,7 +243,7 @@ def _inspect(name: str, component: nn.Module) -> _Expert:
                 raise UnsupportedInputError(
                     f"4-bit attention needs head_dim {dispatch.HEAD_DIM}; {name} {path} has head_dim {head_dim}"
                 )
-            if original._parallel_config is not None:
+            if any(p._parallel_config is not None for p in (original, attention.processor)):
                 raise BackendError(f"{name} {path}: {PARALLEL}")
             blocks, layer = place[1], int(place[2])
             siblings = len(getattr(expert.transformer, "blocks", ())) or layer + 1
@@ -316,12 +317,13 @@ def _listen(expert: _Expert, clock: Clock) -> list[Callable[[], None]]:
                 transformer.cache_context = before
 
         undo.append(restore_context)
-    # A compiled wrapper is called outside its graph, so the timestep can still be heard there.
+    takes_image = any(getattr(module, "add_k_proj", None) is not None for module in transformer.modules())
+    # A compiled wrapper is called outside its graph: the timestep can still be heard there, and errors stay clear.
     for module in {id(m): m for m in (expert.component, transformer)}.values():
+        if takes_image:
+            undo.append(module.register_forward_pre_hook(_check_text, with_kwargs=True).remove)
         undo.append(module.register_forward_pre_hook(clock.before_forward, with_kwargs=True).remove)
         undo.append(module.register_forward_hook(clock.after_forward).remove)
-    if any(getattr(module, "add_k_proj", None) is not None for module in transformer.modules()):
-        undo.append(transformer.register_forward_pre_hook(_check_text, with_kwargs=True).remove)
     return undo
 
 

@@ -6,15 +6,19 @@ in everything but layer and step are folded into one `Entry`, so a receipt stays
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from wanfp4.policy import Policy
 
 SCHEMA_VERSION = 1
 PIPELINE = "pipeline"
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 
 @dataclass(frozen=True)
@@ -167,9 +171,6 @@ class Receipt:
         return lines
 
 
-_Cell = tuple[int | None, str]  # step, branch
-
-
 @dataclass
 class _Tally:
     calls: int = 0
@@ -212,37 +213,24 @@ class Ledger:
 
     def entries(self) -> tuple[Entry, ...]:
         """The counts, folded: layers that ran alike at the same steps and branches share an entry."""
-        places: dict[tuple[str, str, Ran], dict[int, set[tuple[int | None, str]]]] = defaultdict(
-            lambda: defaultdict(set)
-        )
+        cells: dict[tuple[str, str, Ran], list[tuple[int, tuple[int | None, str]]]] = defaultdict(list)
         for expert, blocks, layer, step, branch, ran in self._tallies:
-            places[expert, blocks, ran][layer].add((step, branch))
+            cells[expert, blocks, ran].append((layer, (step, branch)))
         entries = []
-        for (expert, blocks, ran), by_layer in places.items():
-            alike: dict[frozenset[_Cell], list[int]] = defaultdict(list)
-            for layer, cells in by_layer.items():
-                alike[frozenset(cells)].append(layer)
-            for pattern, layers in alike.items():
-                branches_at: dict[int | None, set[str]] = defaultdict(set)
-                for step, branch in pattern:
-                    branches_at[step].add(branch)
-                steps_with: dict[tuple[str, ...], list[int | None]] = defaultdict(list)
-                for step, names in branches_at.items():
-                    steps_with[tuple(sorted(names))].append(step)
-                for branches, steps in steps_with.items():
+        for (expert, blocks, ran), places in cells.items():
+            for moments, layers in _alike(places).items():
+                for branches, steps in _alike(moments).items():
                     total = _Tally()
-                    for layer in layers:
-                        for step in steps:
-                            for branch in branches:
-                                tally = self._tallies[expert, blocks, layer, step, branch, ran]
-                                total.add(tally.calls, tally.sigmas, tally.notes)
+                    for layer, step, branch in itertools.product(layers, steps, branches):
+                        tally = self._tallies[expert, blocks, layer, step, branch, ran]
+                        total.add(tally.calls, tally.sigmas, tally.notes)
                     entries.append(
                         Entry(
                             expert,
                             blocks,
                             tuple(sorted(layers)),
                             tuple(sorted(steps, key=_step_order)),
-                            branches,
+                            tuple(sorted(branches)),
                             ran,
                             total.sigmas,
                             total.calls,
@@ -250,6 +238,17 @@ class Ledger:
                         )
                     )
         return tuple(sorted(entries, key=lambda e: (e.expert, e.blocks, _step_order(e.steps[0]), e.layers, e.branches)))
+
+
+def _alike(pairs: Iterable[tuple[_K, _V]]) -> dict[frozenset[_V], list[_K]]:
+    """Keys that occur with exactly the same values, by those values."""
+    values: dict[_K, set[_V]] = defaultdict(set)
+    for key, value in pairs:
+        values[key].add(value)
+    keys: dict[frozenset[_V], list[_K]] = defaultdict(list)
+    for key, found in values.items():
+        keys[frozenset(found)].append(key)
+    return keys
 
 
 def _step_order(step: int | None) -> int:
