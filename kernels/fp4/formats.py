@@ -30,8 +30,7 @@ def round_e2m1(x: Tensor) -> Tensor:
     magnitude = x.float().abs().nan_to_num(nan=E2M1_MAX, posinf=E2M1_MAX).clamp(max=E2M1_MAX)
     # The spacing is .5 below 2, 1 below 4, 2 above; torch.round takes ties to even multiples, which are the even codes.
     step = 0.5 * (1 + (magnitude >= 2).float() + 2 * (magnitude >= 4).float())
-    # Adding 1.5·2^23 leaves no fraction bits, so it rounds like torch.round, which some CPUs run one element at a time.
-    rounded = ((magnitude / step + 1.5 * 2**23) - 1.5 * 2**23) * step
+    rounded = torch.round(magnitude / step) * step
     return torch.where(x.isnan(), rounded, torch.copysign(rounded, x.float()))
 
 
