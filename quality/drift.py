@@ -31,13 +31,12 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 import wanfp4
-from wanfp4.errors import ModelError, SettingsError, Wanfp4Error
+from wanfp4.errors import ModelError, Wanfp4Error
 from wanfp4.policy import Policy, get_policy
 from wanfp4.processors.patch import patch
 from wanfp4.processors.pipelines import (
     ModelInfo,
     Settings,
-    check_seed,
     decode_latents,
     generate_latents,
     info_of,
@@ -46,9 +45,9 @@ from wanfp4.processors.pipelines import (
 from wanfp4.processors.wan import Wan4BitAttnProcessor
 from wanfp4.quality import metrics
 from wanfp4.quality.aggregate import Json, number, per_step, series, summary
-from wanfp4.quality.budget import check_budget
 from wanfp4.quality.files import writable_folder
 from wanfp4.quality.metrics import Clip, Distance, distance
+from wanfp4.quality.plan import FLOOR, REFERENCE, Plan, make_plan
 from wanfp4.quality.record import Seen, Trajectory, watching
 from wanfp4.quality.report import REPORT_KIND, SCHEMA_VERSION, DriftReport
 from wanfp4.quality.video import encode_jpeg, encode_mp4, strip
@@ -94,38 +93,30 @@ def drift(
 
     Raises PolicyError, BackendError, SettingsError, ModelError before the first step; FallbackError with `strict`.
     """
-    chosen = _policies(policies)
     info = info_of(pipe)
-    info.check_text_to_video()
-    plan = _settings(info, settings, steps)
-    prompts = _prompts(prompts, info)
-    seeds = [seeds] if isinstance(seeds, int) else list(seeds)
-    _check_seeds(seeds)
-    limits = check_budget(budget or {})
-    if partial is not None:
-        partial = writable_folder(partial)
+    plan = make_plan(info, policies, prompts, seeds, steps, settings=settings, budget=budget)
     attention = _attention_of(pipe, info)
-    for policy in chosen:
+    for policy in plan.policies:
         with patch(pipe, policy, backend, strict=strict):
             pass  # raises here what would otherwise be raised after the reference run
+    if partial is not None:
+        partial = writable_folder(partial)
 
-    report = DriftReport(_header(pipe, info, model, plan, prompts, seeds, backend, strict, command), budget=limits)
+    report = DriftReport(_header(pipe, info, model, plan, backend, strict, command), budget=plan.budget)
     report.data["reference"]["attention"] = attention
-    floor = report.add_section("noise floor", get_policy("bf16"), FLOOR_BACKEND, floor=True)
-    sections = [report.add_section(policy.name, policy, backend) for policy in chosen]
-    runs_each = 1 + 2 * (1 + len(chosen))
-    total = len(prompts) * len(seeds) * runs_each * plan.steps
+    floor = report.add_section(FLOOR, get_policy("bf16"), FLOOR_BACKEND, floor=True)
+    sections = [report.add_section(policy.name, policy, backend) for policy in plan.policies]
     try:
         with (
-            shifted(pipe, plan.shift),
+            shifted(pipe, plan.settings.shift),
             _quiet(pipe),
             _said_once(),
-            tqdm(total=total, unit="step", disable=not progress, dynamic_ncols=True) as bar,
+            tqdm(total=plan.runs * plan.settings.steps, unit="step", disable=not progress, dynamic_ncols=True) as bar,
             logging_redirect_tqdm([log]),
         ):
-            for p, prompt in enumerate(prompts):
-                for seed in seeds:
-                    job = _Job(pipe, plan, prompt, p, seed, bar, call)
+            for p, prompt in enumerate(plan.prompts):
+                for seed in plan.seeds:
+                    job = _Job(pipe, plan.settings, prompt, p, seed, bar, call)
                     reference, clip = job.reference(report)
                     report.set_steps(reference.steps)
                     for section in (floor, *sections):
@@ -136,6 +127,7 @@ def drift(
         # Ctrl-C too: the figures are in report.json already, the pages are what is missing.
         if partial is not None and floor["runs"]:
             report.save(partial)
+            log.warning("stopped early: what has finished is in %s, marked incomplete", partial)
         raise
     report.finish()
     return report
@@ -155,7 +147,7 @@ class _Job:
 
     def reference(self, report: DriftReport) -> tuple[Trajectory, Clip]:
         trajectory = Trajectory()
-        latents, seconds = self._run("reference", trajectory.add)
+        latents, seconds = self._run(REFERENCE, trajectory.add)
         if bad := metrics.nonfinite_frames(latents):
             raise ModelError(
                 f"the pipeline's own attention gives NaN or infinity in {len(bad)} latent frames for prompt "
@@ -167,7 +159,7 @@ class _Job:
             "seed": self.seed,
             "wall_seconds": {"free_running": number(seconds)},
             "frames": {"black": metrics.black_frames(clip), "flicker": number(metrics.flicker(clip))},
-            "files": self._files(report, "reference", clip),
+            "files": self._files(report, REFERENCE, clip),
         }
         report.data["reference"]["runs"].append(run)
         return trajectory, clip
@@ -266,50 +258,6 @@ class _Comparison:
             raise Wanfp4Error(f"the run ended after {len(self.velocity)} steps of {len(self.reference.seen)}")
 
 
-def _policies(policies: Sequence[str | Path | Policy]) -> list[Policy]:
-    given: Sequence[str | Path | Policy] = [policies] if isinstance(policies, (str, Path, Policy)) else policies
-    chosen = [get_policy(policy) for policy in given]
-    if not chosen:
-        raise SettingsError("drift needs at least one policy to compare with the pipeline's own attention")
-    names = [policy.name for policy in chosen]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise SettingsError(f"policies are told apart by name, and {', '.join(twice)} is given more than once")
-    if "noise floor" in names or "reference" in names:
-        raise SettingsError("'reference' and 'noise floor' are names of the report's own rows; rename the policy")
-    return chosen
-
-
-def _settings(info: ModelInfo, settings: Settings | None, steps: int | None) -> Settings:
-    settings = info.settings() if settings is None else settings
-    if steps is not None:
-        settings = dataclasses.replace(settings, steps=steps)
-    info.check(settings)
-    return settings
-
-
-def _prompts(prompts: Sequence[str] | str, info: ModelInfo) -> list[str]:
-    given = [prompts] if isinstance(prompts, str) else list(prompts)
-    if not given and info.prompt is not None:
-        given = [info.prompt]
-    if not given:
-        raise SettingsError("drift needs at least one prompt")
-    for prompt in given:
-        if not isinstance(prompt, str) or not prompt.strip():
-            raise SettingsError(f"a prompt must be a text that is not empty, not {prompt!r}")
-    if twice := sorted({p for p in given if given.count(p) > 1}):
-        raise SettingsError(f"prompt {twice[0]!r} is given more than once")
-    return given
-
-
-def _check_seeds(seeds: Sequence[int]) -> None:
-    if not seeds:
-        raise SettingsError("drift needs at least one seed")
-    for seed in seeds:
-        check_seed(seed)
-    if len(set(seeds)) < len(seeds):
-        raise SettingsError(f"a seed is given more than once: {', '.join(map(str, seeds))}")
-
-
 def _attention_of(pipe: Any, info: ModelInfo) -> str:
     """The reference's attention, as receipts name it. Raises ModelError when the pipeline is patched already."""
     names = set()
@@ -360,9 +308,7 @@ def _header(
     pipe: Any,
     info: ModelInfo,
     model: str | None,
-    settings: Settings,
-    prompts: Sequence[str],
-    seeds: Sequence[int],
+    plan: Plan,
     backend: str | None,
     strict: bool,
     command: str | None,
@@ -372,6 +318,7 @@ def _header(
     if model is not None:
         described["model"] = model
     transformer = next(t for t in (getattr(pipe, e.name, None) for e in info.experts) if t is not None)
+    dtype = str(transformer.dtype).removeprefix("torch.")
     return {
         "kind": REPORT_KIND,
         "schema": SCHEMA_VERSION,
@@ -384,11 +331,11 @@ def _header(
             **{name: metadata.version(name) for name in ("torch", "diffusers", "transformers", "scikit-image")},
         },
         "machine": _machine(pipe),
-        "model": {**described, "dtype": str(transformer.dtype).removeprefix("torch."), "tokens": info.tokens(settings)},
+        "model": {**described, "dtype": dtype, "tokens": info.tokens(plan.settings)},
         "scheduler": type(pipe.scheduler).__name__,
-        "settings": settings.to_dict(),
-        "prompts": list(prompts),
-        "seeds": list(seeds),
+        "settings": plan.settings.to_dict(),
+        "prompts": list(plan.prompts),
+        "seeds": list(plan.seeds),
         "backend": backend,
         "strict": strict,
         "steps": [],

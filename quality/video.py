@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from pathlib import Path
 
@@ -45,7 +46,8 @@ def write_mp4(path: str | Path, frames: Clip, fps: float) -> Path:
             ffmpeg_log_level="error",
             output_params=_OUTPUT,
         )
-        with writer:
+        # The writer's own `with` does not close it on an error, and ffmpeg would go on to write the file.
+        with contextlib.closing(writer):
             for frame in frames:
                 writer.append_data(frame)
     return path
