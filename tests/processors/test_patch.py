@@ -1,4 +1,4 @@
-"""`patch` changes what it says, puts back the very same objects, and refuses what it cannot do with a clear sentence."""
+"""`patch` changes what it says, puts back the very same objects, and refuses clearly what it cannot do."""
 
 import gc
 import logging
@@ -6,6 +6,9 @@ import weakref
 
 import pytest
 import torch
+from diffusers import DDPMPipeline, UNet2DModel
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
+from diffusers.models.transformers import transformer_wan
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from tiny import generate, tiny_pipeline, tiny_scheduler, tiny_transformer, tiny_vae
 
@@ -276,9 +279,6 @@ def test_two_pipelines_with_different_policies_stay_apart():
 
 
 def test_no_global_state_changes():
-    from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry  # noqa: PLC0415
-    from diffusers.models.transformers import transformer_wan  # noqa: PLC0415
-
     def everything():
         return (
             Registry._active_backend,
@@ -461,8 +461,6 @@ def test_head_dim_64_is_refused():
 
 
 def test_pipelines_without_a_wan_transformer_are_refused_with_what_they_hold():
-    from diffusers import DDPMPipeline, UNet2DModel  # noqa: PLC0415
-
     unet = UNet2DModel(
         sample_size=8,
         block_out_channels=(32,),
@@ -470,7 +468,7 @@ def test_pipelines_without_a_wan_transformer_are_refused_with_what_they_hold():
         down_block_types=("DownBlock2D",),
         up_block_types=("UpBlock2D",),
     )
-    with pytest.raises(ModelError, match="DDPMPipeline holds no Wan transformer .*unet: UNet2DModel"):
+    with pytest.raises(ModelError, match=r"DDPMPipeline holds no Wan transformer .*unet: UNet2DModel"):
         wanfp4.patch(DDPMPipeline(unet, tiny_scheduler()))
     with pytest.raises(ModelError, match="AutoencoderKLWan holds no Wan transformer"):
         wanfp4.patch(tiny_vae())
