@@ -1,0 +1,44 @@
+# make demo, make test, make lint, make wheel-test: each sets up what it needs first. make help lists all.
+VENV ?= .venv
+PYTHON ?= python3
+PROMPT ?= a red circle moving right
+OUT ?= out/demo
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+export PYTHON
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint wheel-test clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
+
+setup: $(STAMP) ## virtual environment with pinned dependencies (PyTorch for the CPU where there is no NVIDIA GPU)
+
+# Inside the environment, so that removing the environment undoes the setup.
+$(STAMP): pyproject.toml constraints.txt .ci/setup .ci/install-torch
+	@.ci/setup $(VENV)
+	@touch $@
+
+demo: $(STAMP) ## generate PROMPT with wan-fast and with BF16, and write a drift report, into out/demo
+	@$(BIN)/wanfp4 generate "$(PROMPT)" --policy wan-fast --force -o $(OUT)/wan-fast.mp4
+	@$(BIN)/wanfp4 generate "$(PROMPT)" --policy bf16 --force -o $(OUT)/bf16.mp4
+	@$(BIN)/wanfp4 drift --policies wan-fast --prompt "$(PROMPT)" --seeds 0 --steps 10 --force -o $(OUT)/drift
+	@echo
+	@echo "Look at:"
+	@echo "  $(OUT)/wan-fast.mp4         4-bit attention; wan-fast.json beside it says what ran"
+	@echo "  $(OUT)/bf16.mp4             the same noise with the pipeline's own attention"
+	@echo "  $(OUT)/drift/report.html    what 4-bit attention cost, step by step; opens offline"
+
+test: $(STAMP) ## all tests
+	@$(BIN)/pytest
+
+lint: $(STAMP) ## ruff, and mypy --strict on an installed copy
+	@.ci/lint $(VENV)
+
+wheel-test: $(STAMP) ## build the wheel and test it in a clean environment
+	@.ci/wheel-test $(VENV)
+
+clean: ## remove the environment, caches and outputs
+	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
