@@ -20,7 +20,7 @@ import platform
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -323,7 +323,7 @@ def _header(
         "kind": REPORT_KIND,
         "schema": SCHEMA_VERSION,
         "complete": False,
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
         "versions": {
             "wanfp4": wanfp4.__version__,
