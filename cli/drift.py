@@ -1,0 +1,191 @@
+"""`wanfp4 drift`: policies against BF16, step by step, as a report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from wanfp4.cli import common
+from wanfp4.errors import OutputError, SettingsError
+from wanfp4.processors.model_info import inspect_model
+
+if TYPE_CHECKING:
+    from wanfp4.quality.report import DriftReport
+
+PAGES = ("report.html", "report.md", "report.json")
+
+
+def drift(
+    policies: Annotated[
+        str,
+        typer.Option("--policies", metavar="A,B", help="Presets or policy .json files, separated by commas."),
+    ] = "wan-fast",
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--prompt", metavar="TEXT", help="What to show; repeat it for several. Default: the model's example."
+        ),
+    ] = None,
+    prompts: common.PromptsOption = None,
+    seeds: Annotated[
+        str,
+        typer.Option(metavar="N,N", help="Seeds of the noise, separated by commas; several show the spread."),
+    ] = "0,1",
+    model: common.ModelOption = None,
+    backend: common.BackendOption = None,
+    height: common.HeightOption = None,
+    width: common.WidthOption = None,
+    frames: common.FramesOption = None,
+    steps: common.StepsOption = None,
+    guidance: common.GuidanceOption = None,
+    guidance_2: common.Guidance2Option = None,
+    shift: common.ShiftOption = None,
+    negative: common.NegativeOption = None,
+    fps: common.FpsOption = None,
+    device: common.DeviceOption = "auto",
+    dtype: common.DtypeOption = "auto",
+    offload: common.OffloadOption = "none",
+    strict: common.StrictOption = False,
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--budget",
+            metavar="[METRIC=]LIMIT",
+            help="Exit with 3 when a policy exceeds it; repeat it for several. "
+            "Metrics: velocity (meant by a number alone), velocity-median, floor-ratio, latent, latent-frame, psnr, "
+            "ssim, flicker, black-frames, nan-frames.",
+        ),
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the report goes.")] = Path(
+        "drift-report"
+    ),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a finished report.")] = False,
+) -> None:
+    """Measure what policies cost in quality, against the pipeline's own attention.
+
+    Every policy runs from the same noise as the reference, twice for each prompt and seed: free, and teacher-forced on
+    the reference's own latents. The report says how far velocity, latent and clip are off, beside the noise floor.
+
+    \b
+    wanfp4 drift                                        the default policy on the bundled model
+    wanfp4 drift --policies wan-fast,nvfp4 --seeds 0,1,2 -o report
+    wanfp4 drift --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --prompts prompts.txt --steps 20
+    wanfp4 drift --budget 0.1 --budget psnr=25          fails in CI when the policy got worse
+    """
+    named = common.model_or_bundled(model)
+    info = inspect_model(named)
+    settings = info.settings(
+        height=height,
+        width=width,
+        frames=frames,
+        steps=steps,
+        guidance=guidance,
+        guidance_2=guidance_2,
+        shift=shift,
+        fps=fps,
+        negative=negative,
+    )
+
+    from wanfp4.processors import pipelines
+    from wanfp4.quality.budget import parse_budget
+    from wanfp4.quality.plan import check_backend, make_plan
+
+    plan = make_plan(
+        info,
+        [name.strip() for name in policies.split(",") if name.strip()],
+        _prompts(prompt, prompts),
+        _seeds(seeds),
+        settings=settings,
+        budget=parse_budget(budget or []),
+    )
+    place = pipelines.pick_device(device)
+    pipelines.check_dtype(dtype)
+    pipelines.check_offload(offload, place)
+    check_backend(plan.policies, backend, place)
+    _check_output(output, force)
+
+    from wanfp4.quality.drift import drift as measure
+
+    with common.quiet_libraries():
+        pipe = pipelines.load_pipeline(named, device=place, dtype=dtype, offload=offload)
+    for text in plan.prompts:
+        if unknown := pipelines.unknown_words(pipe.tokenizer, text):
+            common.note(f"warning: the model does not know {', '.join(map(repr, unknown))} in {text!r}")
+    report = measure(
+        pipe,
+        plan.policies,
+        plan.prompts,
+        plan.seeds,
+        settings=plan.settings,
+        backend=backend,
+        strict=strict,
+        budget=plan.budget,
+        partial=output,
+        model=model or "the bundled sample pipeline",
+        command=common.command_line(),
+    )
+    report.save(output)
+    for line in (*(str(output / page) for page in PAGES), "", *_table(report)):
+        typer.echo(line)
+    violations = report.check(plan.budget)
+    for violation in violations:
+        common.note(f"over budget: {violation}")
+    if violations:
+        raise typer.Exit(common.OVER_BUDGET)
+
+
+def _prompts(prompt: list[str] | None, prompts: Path | None) -> list[str]:
+    if prompt and prompts is not None:
+        raise SettingsError("give --prompt or --prompts FILE, not both")
+    if prompts is not None:
+        return common.collect_prompts(None, prompts, None)
+    return [text.strip() for text in prompt or []]
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise SettingsError(f"--seeds must be whole numbers separated by commas, as 0,1,2; not {text!r}") from None
+
+
+def _check_output(folder: Path, force: bool) -> None:
+    """Raise OutputError unless a report can be written there and no finished one would be lost."""
+    import json
+
+    from wanfp4.quality.files import writable_folder
+
+    earlier = folder / "report.json"
+    if not force and earlier.is_file():
+        try:
+            finished = json.loads(earlier.read_text(encoding="utf-8")).get("complete", True)
+        except (OSError, ValueError, AttributeError):
+            finished = True
+        if finished:
+            raise OutputError(f"{str(folder)!r} holds a finished report; choose another folder, or add --force")
+    writable_folder(folder)
+
+
+def _table(report: DriftReport) -> list[str]:
+    from wanfp4.quality.pages import figure, fixed, psnr, ratio
+
+    rows = [("policy", "velocity", "worst step", "× floor", "latent, last step", "PSNR", "SSIM", "ran on")]
+    sections: list[dict[str, Any]] = [report.data["noise_floor"], *report.policies]
+    for section in sections:
+        s, ran = section["summary"], ", ".join(section["backend"]["calls"])
+        rows.append(
+            (
+                section["name"],
+                figure(s["velocity"]["median"]),
+                figure(s["velocity_worst"]["median"]),
+                ratio(s.get("over_floor", 1)),
+                figure(s["after"][-1]["rel_l2"]["median"]),
+                psnr(s["psnr"]["median"]),
+                fixed(s["ssim"]["median"]),
+                ran + (" (emulated)" if section["backend"]["emulated"] else ""),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
