@@ -1,17 +1,23 @@
-"""Shared by all tests: `tiny` is importable, and torch keeps to two threads."""
+"""Shared by all tests: `tiny` and `naive` are importable, and torch keeps to one thread."""
 
 import importlib.util
 import sys
 from pathlib import Path
 
+import hypothesis
 import torch
 
-torch.set_num_threads(min(2, torch.get_num_threads()))
+# A first call may compile or allocate: deadlines would make tests depend on the machine.
+hypothesis.settings.register_profile("wanfp4", deadline=None)
+hypothesis.settings.load_profile("wanfp4")
+
+# Tensors here are small: on a busy machine, waiting for a second thread takes 15 ms an operation, longer than the work.
+torch.set_num_threads(1)
 
 # Neither the root nor tests/ may go on sys.path: their kernels/ folders would be found as Hugging Face's `kernels`.
-_spec = importlib.util.spec_from_file_location("tiny", Path(__file__).with_name("tiny.py"))
-assert _spec is not None
-assert _spec.loader is not None
-tiny = importlib.util.module_from_spec(_spec)
-sys.modules["tiny"] = tiny
-_spec.loader.exec_module(tiny)
+for _name, _path in (("tiny", "tiny.py"), ("naive", "kernels/naive.py")):
+    _spec = importlib.util.spec_from_file_location(_name, Path(__file__).parent / _path)
+    assert _spec is not None
+    assert _spec.loader is not None
+    sys.modules[_name] = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules[_name])

@@ -129,10 +129,10 @@ def attention(
 def tiles(heads: int, queries: int, keys: int) -> Iterator[tuple[slice, slice]]:
     """Slices of heads and query rows, each with at most about `_TILE_ELEMENTS` logits."""
     head_step = max(1, min(heads, _TILE_ELEMENTS // (queries * keys)))
-    row_step = max(16, min(queries, _TILE_ELEMENTS // (head_step * keys)))
+    row_step = min(queries, max(16, _TILE_ELEMENTS // (head_step * keys)))
     for h in range(0, heads, head_step):
         for r in range(0, queries, row_step):
-            yield slice(h, h + head_step), slice(r, r + row_step)
+            yield slice(h, min(h + head_step, heads)), slice(r, min(r + row_step, queries))
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, numerics: Numerics, scale: float) -> Operands:
@@ -212,7 +212,8 @@ def logits(operands: Operands, head: slice, row: slice) -> Tensor:
     """z [h, r, Sk] of one tile from the rounded operands, the smoothed-away part of Q added back in float32."""
     z = operands.q[head, row] @ operands.k[head].transpose(1, 2) * operands.qk_scale
     if operands.q_mean is not None and operands.k_full is not None:
-        means = operands.q_mean[head].repeat_interleave(TILE, 1)[:, row]
+        block = torch.arange(operands.q.shape[1], device=z.device)[row] // TILE
+        means = operands.q_mean[head][:, block]
         z = z + means @ operands.k_full[head].transpose(1, 2) * operands.scale
     return z
 
