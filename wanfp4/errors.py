@@ -1,13 +1,13 @@
 """Errors that wanfp4 raises on purpose. Each message says what was found and what is needed.
 
-    Wanfp4Error
-    ├── PolicyError            a policy, field or value that does not exist or contradicts itself
-    ├── BackendError           no backend, or not the named one, can run what was asked
-    │   └── FallbackError      `strict=True` and something would have run in BF16 instead
-    ├── UnsupportedInputError  tensors or a call that 4-bit attention cannot take (mask, gradients, head_dim, …)
-    ├── ModelError             a model folder or pipeline that is missing or is not a Wan pipeline
-    ├── SettingsError          sizes, frame counts and the like that the model cannot make
-    └── OutputError            a file or folder that cannot be written
+Wanfp4Error
+├── PolicyError            a policy, field or value that does not exist or contradicts itself
+├── BackendError           no backend, or not the named one, can run what was asked
+│   └── FallbackError      `strict=True` and something would have run in BF16 instead
+├── UnsupportedInputError  tensors or a call that 4-bit attention cannot take (mask, gradients, head_dim, …)
+├── ModelError             a model folder or pipeline that is missing or is not a Wan pipeline
+├── SettingsError          sizes, frame counts and the like that the model cannot make
+└── OutputError            a file or folder that cannot be written
 """
 
 

@@ -10,7 +10,6 @@ Everything is validated when it is made, so a `Policy` that exists can be run by
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -121,7 +120,7 @@ class Classifier:
 class Numerics:
     """How one attention is computed. docs/numerics.md defines every field; the torch reference implements them.
 
-    qk             operands of Q·Kᵀ: `exact` (as given), `nvfp4`, `nvfp4-folded` (K64-folded scales), `mxfp8-token-block`.
+    qk             operands of Q·Kᵀ: `exact` (as given), `nvfp4`, `nvfp4-folded` (K64), `mxfp8-token-block`.
     p, v           probabilities and values: `exact`, `bf16`, `mxfp4-direct`, `nvfp4`, `fp8`, `mxfp8` (P) and
                    `mxfp8-token-block` (V).
     classifier     score to code, for `mxfp4-direct` and `nvfp4` P.
@@ -225,10 +224,12 @@ class Guard:
         _choose("guard", "margin_unit", self.margin_unit, MARGIN_UNITS)
         _number("guard", "logit_limit", self.logit_limit, 0, 1e6)
         if self.margin + self.stored_shift > 126:
-            raise PolicyError(f"guard: margin + stored_shift must be at most 126, found {self.margin:g} + {self.stored_shift}")
+            raise PolicyError(
+                f"guard: margin + stored_shift must be at most 126, found {self.margin:g} + {self.stored_shift}"
+            )
 
     def apply(self, numerics: Numerics) -> Numerics:
-        """`numerics` as a guarded call computes it. Only Direct-P has a scale byte to guard; others come back as they are."""
+        """`numerics` as a guarded call computes it; only Direct-P has scale bytes to guard, others come back as is."""
         if numerics.p != "mxfp4-direct":
             return numerics
         return dataclasses.replace(
@@ -309,7 +310,9 @@ class Policy:
         if not isinstance(self.description, str):
             raise PolicyError(f"policy.description must be a text, not {self.description!r}")
         object.__setattr__(self, "numerics", _numerics(self.numerics, "policy.numerics"))
-        rules = tuple(r if isinstance(r, Rule) else _build(Rule, r, f"policy.rules[{i}]") for i, r in enumerate(self.rules))
+        rules = tuple(
+            r if isinstance(r, Rule) else _build(Rule, r, f"policy.rules[{i}]") for i, r in enumerate(self.rules)
+        )
         object.__setattr__(self, "rules", rules)
         if self.guard is not None and not isinstance(self.guard, Guard):
             object.__setattr__(self, "guard", _build(Guard, self.guard, "policy.guard"))
@@ -384,106 +387,11 @@ def _numerics(value: object, where: str) -> Numerics:
     return _build(Numerics, value, where)
 
 
-def _direct(classifier: Classifier, **changes: Any) -> Numerics:
-    """Direct-P on MXFP4 P and V: shiftless with L = 16 unless said otherwise."""
-    base = Numerics(
-        qk="nvfp4-folded",
-        p="mxfp4-direct",
-        v="mxfp4-direct",
-        classifier=classifier,
-        row_reference="shiftless",
-        stored_shift=16,
-        denominator="codes",
-    )
-    return dataclasses.replace(base, **changes)
-
-
-@functools.cache
-def _presets() -> dict[str, Policy]:
-    wan = _direct(Classifier("affine", 1.60, 0.95))
-    two_piece_nv = Numerics(
-        qk="nvfp4-folded",
-        p="nvfp4",
-        v="nvfp4",
-        classifier=Classifier("two-piece", 0.4, 1.1, 2.2, 0.0),
-        p_peak=256.0,
-        denominator="codes",
-    )
-    nvfp4 = Numerics(qk="nvfp4", p="nvfp4", v="nvfp4")
-    listed = [
-        Policy("bf16", EXACT, description="The pipeline's own attention: the reference everything is compared with."),
-        Policy(
-            "wan-fast",
-            wan,
-            guard=Guard(110, 16),
-            description="Direct-P with the constants tuned for Wan; guard values of Wan2.1 1.3B. The default.",
-        ),
-        Policy(
-            "wan-fast-14b",
-            wan,
-            guard=Guard(112, 14),
-            description="wan-fast with the guard values of Wan2.1 14B.",
-        ),
-        Policy(
-            "wan-two-piece",
-            _direct(Classifier("two-piece", 0.5, 1.0, 2.2, -0.8)),
-            guard=Guard(110, 16),
-            description="Direct-P with two affine pieces: the accuracy of an exponential without one.",
-        ),
-        Policy(
-            "wan-two-piece-nv",
-            two_piece_nv,
-            description="Two affine pieces on NVFP4 P and V (E4M3 scales per 16): the most accurate without an exponential.",
-        ),
-        Policy(
-            "direct-p-fast",
-            _direct(Classifier("affine", 1.50, 1.20)),
-            description="The paper's fastest policy: affine classifier, no row reference.",
-        ),
-        Policy(
-            "direct-p-accurate",
-            _direct(
-                Classifier("mix", 1.65, 0.80, density=1),
-                qk="nvfp4",
-                row_reference="anchor32",
-                margin=64.0,
-                stored_shift=8,
-            ),
-            description="The paper's accurate policy: a quarter of the scores through exp2, a 32-key anchor.",
-        ),
-        Policy(
-            "direct-p-exp2",
-            _direct(Classifier("exp2"), row_reference="anchor32"),
-            description="Direct-P formats with an exponential on every score: what the affine map gives up.",
-        ),
-        Policy("nvfp4", nvfp4, description="HAO AI Lab's NV/NV: NVFP4 Q, K, P and V, one scale level for P."),
-        Policy(
-            "sage3",
-            dataclasses.replace(nvfp4, p_peak=2688.0, smooth_k=True, smooth_q=True),
-            description="SageAttention3: K and Q smoothing, two-level P scales whose row peak is 448·6.",
-        ),
-        Policy(
-            "nvfp4-fp8",
-            Numerics(qk="nvfp4", p="fp8", v="fp8", p_peak=256.0),
-            description="HAO AI Lab's NV/FP8: NVFP4 Q and K, E4M3 P and V.",
-        ),
-        Policy(
-            "nvfp4-bf16",
-            Numerics(qk="nvfp4", p="bf16", v="bf16"),
-            description="NVFP4 Q and K, BF16 P and V: the error of Q and K rounding alone.",
-        ),
-        Policy(
-            "mxfp8-token-block",
-            Numerics(qk="mxfp8-token-block", p="mxfp8", v="mxfp8-token-block", denominator="codes"),
-            description="E4M3 everywhere, one exponent per 32 tokens (after FLAMIA): the most accurate 8-bit policy.",
-        ),
-    ]
-    return {p.name: p for p in listed}
-
-
 def policies() -> dict[str, Policy]:
     """The named presets, in the order of the documentation; a new dict each time."""
-    return dict(_presets())
+    from wanfp4.presets import presets  # presets are policies, so that module needs this one first
+
+    return {policy.name: policy for policy in presets()}
 
 
 def get_policy(policy: str | Path | Policy) -> Policy:

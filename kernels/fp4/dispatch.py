@@ -70,10 +70,10 @@ def _reference(
     q: Tensor, k: Tensor, v: Tensor, numerics: Numerics, guard: Guard | None, scale: float, return_lse: bool
 ) -> Outcome:
     notes: dict[str, int] = {}
-    if guard is not None and guard.apply(numerics) != numerics:
-        if reference.sampled_logit(q, k, scale) > guard.logit_limit:
-            numerics = guard.apply(numerics)
-            notes["guarded"] = 1
+    guarded = numerics if guard is None else guard.apply(numerics)
+    if guard is not None and guarded != numerics and reference.sampled_logit(q, k, scale) > guard.logit_limit:
+        numerics = guarded
+        notes["guarded"] = 1
     result = reference.attention(q, k, v, numerics, scale=scale, return_lse=return_lse)
     if result.rows_shifted:
         notes["rows_shifted"] = result.rows_shifted
@@ -86,7 +86,9 @@ _BACKENDS = (
         "PyTorch scaled_dot_product_attention, for numerics that round nothing",
         True,
         lambda: None,
-        lambda numerics, device: None if numerics.is_exact else f"it rounds nothing, and the policy asks for {numerics.label}",
+        lambda numerics, device: (
+            None if numerics.is_exact else f"it rounds nothing, and the policy asks for {numerics.label}"
+        ),
         _sdpa,
     ),
     Backend(
@@ -131,7 +133,9 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise UnsupportedInputError unless q [B, Sq, H, 128], k and v [B, Sk, H, 128] can be taken."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.ndim != 4:
-            raise UnsupportedInputError(f"{name} must be [batch, tokens, heads, {HEAD_DIM}]; found shape {list(t.shape)}")
+            raise UnsupportedInputError(
+                f"{name} must be [batch, tokens, heads, {HEAD_DIM}]; found shape {list(t.shape)}"
+            )
         if t.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise UnsupportedInputError(f"{name} must be bfloat16, float16 or float32; found {t.dtype}")
         if t.shape[-1] != HEAD_DIM:

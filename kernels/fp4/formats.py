@@ -78,7 +78,7 @@ def round_e4m3(x: Tensor) -> Tensor:
 
 
 def encode_e8m0(exponent: Tensor) -> Tensor:
-    """UE8M0 bytes of 2^exponent (float or integer exponents, whole numbers): exponent + 127, clamped to 0..254; NaN is 255."""
+    """UE8M0 bytes of 2^exponent, for whole exponents of any dtype: exponent + 127, clamped to 0..254; NaN is 255."""
     byte = (exponent.float() + 127).clamp(0, 254)
     return byte.nan_to_num(nan=E8M0_NAN).to(torch.uint8)
 
@@ -91,7 +91,7 @@ def decode_e8m0(codes: Tensor) -> Tensor:
 
 
 def direct_exponent(amax: Tensor) -> Tensor:
-    """Exponent e of the amplitude α = 2^e nearest to amax ≥ 0, arithmetic midpoint 1.5 (float32; -inf for 0, NaN for NaN).
+    """Exponent e (float32) of the amplitude α = 2^e nearest to amax ≥ 0, arithmetic midpoint 1.5; -inf for 0.
 
     For values with at most 17 mantissa bits, BF16 and FP16 among them, this is floor(log2 amax + 0.41504) exactly;
     it is defined on the mantissa so that no logarithm's rounding enters.
@@ -248,9 +248,9 @@ def quantize_mxfp4(x: Tensor, dim: int = -1) -> Quantized:
 
 
 def quantize_mxfp8_token_block(x: Tensor) -> Quantized:
-    """E4M3 with one UE8M0 exponent per 32 tokens × the whole head: `x` is […, tokens, head_dim], scales […, ⌈tokens/32⌉, 1].
+    """E4M3 with one UE8M0 exponent per 32 tokens × the whole head.
 
-    e is the smallest exponent with amax ≤ 448 · 2^e, so nothing saturates. One exponent serves rows and columns
+    `x` is […, tokens, head_dim], the scales are […, ⌈tokens/32⌉, 1]. e is the smallest exponent with amax ≤ 448 · 2^e, so nothing saturates. One exponent serves rows and columns
     (FLAMIA's token-block scaling).
     """
     blocks = _blocks(x, -2, 32)  # […, head_dim, n, 32]

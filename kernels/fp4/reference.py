@@ -99,9 +99,7 @@ class Weights:
     shifted: Tensor
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, numerics: Numerics, *, scale: float, return_lse: bool = False
-) -> Result:
+def attention(q: Tensor, k: Tensor, v: Tensor, numerics: Numerics, *, scale: float, return_lse: bool = False) -> Result:
     """Non-causal attention with `numerics`: q [B, Sq, H, D], k and v [B, Sk, H, D] → [B, Sq, H, D] in v's dtype.
 
     The inputs are never written to. NaN in an operand reaches every output that it should reach.
@@ -283,7 +281,7 @@ def classify(x: Tensor, classifier: Classifier) -> Tensor:
 
 
 def mix_lanes(blocks: int, density: int, device: torch.device) -> Tensor:
-    """[blocks, 32] bool: the lanes that take exp2. A block is 16 pairs; which ones depends on its place o in its 128 keys."""
+    """[blocks, 32] bool: the lanes that take exp2, of 16 pairs those that fit the block's place o in its 128 keys."""
     lanes = torch.zeros(4, 16, dtype=torch.bool)
     for o in range(4):
         pairs = {o, o + 8, 4, 12}

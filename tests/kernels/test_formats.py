@@ -219,7 +219,10 @@ def test_token_block_exponent_is_the_smallest_that_saturates_nothing():
     rounded = f.quantize_mxfp8_token_block(x)
     assert rounded.scales.shape == (3, 1)
     scale = f.decode_e8m0(rounded.scales).repeat_interleave(32, 0)[:70]
-    assert (rounded.dequantize().numpy() == (ml((x / scale).numpy(), ml_dtypes.float8_e4m3fn).astype(np.float32) * scale.numpy())).all()
+    assert (
+        rounded.dequantize().numpy()
+        == (ml((x / scale).numpy(), ml_dtypes.float8_e4m3fn).astype(np.float32) * scale.numpy())
+    ).all()
 
 
 def test_zero_blocks_decode_to_zero(quantize):

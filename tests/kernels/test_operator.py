@@ -101,6 +101,9 @@ def test_sharpness_sweep(sigma):
     published = torch.tensor(SWEEP[sigma])
     mean, spread = mine.mean(1), (mine.std(1) / mine.mean(1)).mean()
     luck = (published / mean).mean()
-    print(f"\nσ {sigma}: here {mean.numpy().round(4)}, published {published.numpy()}, head spread {spread:.3f}, luck {luck:.3f}")
+    print(
+        f"\nσ {sigma}: here {mean.numpy().round(4)}, published {published.numpy()}, "
+        f"head spread {spread:.3f}, luck {luck:.3f}"
+    )
     assert (mean * luck - published).abs().max() < 0.01
     assert abs(luck - 1) < 2.5 * spread

@@ -137,7 +137,9 @@ def test_guard_margin_units(unit):
     numerics = Guard(110, 16, margin_unit=unit).apply(FAST)
     m = reference.row_reference(z, numerics, SCALE)
     octaves = (m[..., 0] - z[..., :128].amax(-1)) / LN_2
-    assert torch.allclose(octaves, torch.full_like(octaves, 110 / math.sqrt(128) if unit == "raw" else 110.0), atol=1e-4)
+    assert torch.allclose(
+        octaves, torch.full_like(octaves, 110 / math.sqrt(128) if unit == "raw" else 110.0), atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("unit", ["raw", "log2"])
