@@ -314,8 +314,9 @@ class Policy:
             r if isinstance(r, Rule) else _build(Rule, r, f"policy.rules[{i}]") for i, r in enumerate(self.rules)
         )
         object.__setattr__(self, "rules", rules)
-        if self.guard is not None and not isinstance(self.guard, Guard):
-            object.__setattr__(self, "guard", _build(Guard, self.guard, "policy.guard"))
+        guard: object = self.guard  # a JSON object when the policy comes from a file
+        if guard is not None and not isinstance(guard, Guard):
+            object.__setattr__(self, "guard", _build(Guard, guard, "policy.guard"))
         _number("policy", "min_tokens", self.min_tokens, 0, 2**40, whole=True)
 
     def resolve(

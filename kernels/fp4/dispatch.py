@@ -59,9 +59,8 @@ class Backend:
 def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, numerics: Numerics, guard: Guard | None, scale: float, return_lse: bool
 ) -> Outcome:
-    out = torch.nn.functional.scaled_dot_product_attention(
-        *(t.to(v.dtype).transpose(1, 2) for t in (q, k, v)), scale=scale
-    )
+    q_, k_, v_ = (t.to(v.dtype).transpose(1, 2) for t in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q_, k_, v_, scale=scale)
     lse = reference.exact_lse(q, k, scale) if return_lse else None
     return Outcome(out.transpose(1, 2), lse, "sdpa")
 

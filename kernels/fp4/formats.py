@@ -141,7 +141,8 @@ class Quantized:
 
     def dequantize(self) -> Tensor:
         """float32 values in the shape of the input."""
-        return self.values() * self.factor
+        values: Tensor = self.values() * self.factor
+        return values
 
 
 def _blocks(x: Tensor, dim: int, block: int) -> Tensor:
@@ -250,8 +251,8 @@ def quantize_mxfp4(x: Tensor, dim: int = -1) -> Quantized:
 def quantize_mxfp8_token_block(x: Tensor) -> Quantized:
     """E4M3 with one UE8M0 exponent per 32 tokens × the whole head.
 
-    `x` is […, tokens, head_dim], the scales are […, ⌈tokens/32⌉, 1]. e is the smallest exponent with amax ≤ 448 · 2^e, so nothing saturates. One exponent serves rows and columns
-    (FLAMIA's token-block scaling).
+    `x` is […, tokens, head_dim], the scales are […, ⌈tokens/32⌉, 1]. The exponent e is the smallest with
+    amax ≤ 448 · 2^e, so nothing saturates; one exponent serves rows and columns (FLAMIA's token-block scaling).
     """
     blocks = _blocks(x, -2, 32)  # […, head_dim, n, 32]
     amax = blocks.abs().amax((-3, -1))  # […, n]

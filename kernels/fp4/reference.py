@@ -171,7 +171,7 @@ def key_order(keys: int, row_reference: str, device: torch.device) -> Tensor | N
 def _block_means(q: Tensor) -> Tensor:
     """[h, ⌈S/128⌉, D] means of 128-token blocks; the last block is the mean of what it has."""
     short = -q.shape[1] % TILE
-    sums = pad(q, (0, 0, 0, short)).unflatten(1, (-1, TILE)).sum(2)
+    sums: Tensor = pad(q, (0, 0, 0, short)).unflatten(1, (-1, TILE)).sum(2)
     counts = torch.full((sums.shape[1], 1), TILE, device=q.device)
     counts[-1] = TILE - short
     return sums / counts
@@ -222,7 +222,8 @@ def row_reference(z: Tensor, numerics: Numerics, scale: float) -> Tensor:
         return z.new_zeros(*z.shape[:2], 1)
     if numerics.row_reference == "rowmax":
         short = -z.shape[-1] % TILE
-        return pad(z, (0, short), value=-torch.inf).unflatten(-1, (-1, TILE)).amax(-1).cummax(-1).values
+        tile_max: Tensor = pad(z, (0, short), value=-torch.inf).unflatten(-1, (-1, TILE)).amax(-1)
+        return tile_max.cummax(-1).values
     anchor = z[..., : int(numerics.row_reference.removeprefix("anchor"))].amax(-1, keepdim=True)
     octaves = numerics.margin * (scale if numerics.margin_unit == "raw" else 1.0)
     return anchor + octaves * LN_2
@@ -334,10 +335,11 @@ def exact_lse(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """[B, H, Sq] float32 log-sum-exp of the unrounded logits."""
     batch, queries, heads, _ = q.shape
     q, k = (t.transpose(1, 2).flatten(0, 1).float() for t in (q, k))
-    out = torch.empty(batch * heads, queries, dtype=torch.float32, device=q.device)
+    out = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
+    flat = out.view(-1, queries)
     for head, row in tiles(batch * heads, queries, k.shape[1]):
-        out[head, row] = (q[head, row] @ k[head].transpose(1, 2) * scale).logsumexp(-1)
-    return out.unflatten(0, (batch, heads))
+        flat[head, row] = (q[head, row] @ k[head].transpose(1, 2) * scale).logsumexp(-1)
+    return out
 
 
 def sampled_logit(q: Tensor, k: Tensor, scale: float, samples: int = 128) -> float:
