@@ -1,4 +1,4 @@
-"""Where a run is: step and noise level reach the policy however a pipeline tells them, or the receipt says they do not."""
+"""Where a run is: step and noise level reach the policy however a pipeline tells them, and where it does not, it shows."""
 
 import pytest
 import torch
