@@ -1,4 +1,4 @@
-"""Where a run is: step and noise level reach the policy however a pipeline tells them, and where it does not, it shows."""
+"""Where a run is: step and noise level reach the policy however a pipeline tells them; an unknown one shows."""
 
 import pytest
 import torch
