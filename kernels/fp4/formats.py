@@ -141,15 +141,15 @@ class Quantized:
 
     def dequantize(self) -> Tensor:
         """float32 values in the shape of the input."""
-        values: Tensor = self.values() * self.factor
-        return values
+        return self.values() * self.factor
 
 
 def _blocks(x: Tensor, dim: int, block: int) -> Tensor:
     """[…, n, block] view of `x` with `dim` last, zero-padded to whole blocks."""
     x = x.float().movedim(dim, -1)
     short = -x.shape[-1] % block
-    return (pad(x, (0, short)) if short else x).unflatten(-1, (-1, block))
+    blocks: Tensor = (pad(x, (0, short)) if short else x).unflatten(-1, (-1, block))
+    return blocks
 
 
 def _unblocks(x: Tensor, dim: int, length: int) -> Tensor:
