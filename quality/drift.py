@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import platform
@@ -104,7 +105,7 @@ def drift(
 
     report = DriftReport(_header(pipe, info, model, plan, backend, strict, command), budget=plan.budget)
     report.data["reference"]["attention"] = attention
-    floor = report.add_section(FLOOR, get_policy("bf16"), FLOOR_BACKEND, floor=True)
+    floor = report.add_section(FLOOR, _floor_policy(), FLOOR_BACKEND, floor=True)
     sections = [report.add_section(policy.name, policy, backend) for policy in plan.policies]
     try:
         with (
@@ -258,6 +259,11 @@ class _Comparison:
             raise Wanfp4Error(f"the run ended after {len(self.velocity)} steps of {len(self.reference.seen)}")
 
 
+def _floor_policy() -> Policy:
+    text = "Nothing is rounded: exact tiled FP32 attention in place of the pipeline's own implementation."
+    return get_policy("bf16").with_(description=text)
+
+
 def _attention_of(pipe: Any, info: ModelInfo) -> str:
     """The reference's attention, as receipts name it. Raises ModelError when the pipeline is patched already."""
     names = set()
@@ -295,7 +301,9 @@ def _said_once() -> Iterator[None]:
 
     def new(record: logging.LogRecord) -> bool:
         message = record.getMessage()
-        return not (message in said or said.add(message))
+        fresh = message not in said
+        said.add(message)
+        return fresh
 
     log.addFilter(new)
     try:
@@ -314,7 +322,7 @@ def _header(
     command: str | None,
 ) -> Json:
     """Everything in a report that is known before the first run."""
-    described = info.to_dict()
+    described = json.loads(json.dumps(info.to_dict()))  # its tuples become the lists that a file gives back
     if model is not None:
         described["model"] = model
     transformer = next(t for t in (getattr(pipe, e.name, None) for e in info.experts) if t is not None)

@@ -181,7 +181,7 @@ def cosine(value: float | str) -> str:
 
 
 def percent(value: float | str) -> str:
-    return f"{figure(100 * float(value))} %"
+    return f"{figure(100 * float(value))}\u00a0%"
 
 
 def ratio(value: float | str) -> str:

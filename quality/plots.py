@@ -59,7 +59,7 @@ def step_chart(curves: Sequence[Curve], steps: Sequence[Mapping[str, Any]], ylab
             axes.plot(x, line, color=colour, linestyle=dash, linewidth=1.6, marker="o", markersize=2.6)
             if list(curve.low) != list(curve.high):
                 axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
-        _dress(axes, steps, ylabel)
+        _dress(axes, steps, ylabel, visible=any(_seen(curve.median) for curve in curves))
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True)
     return _inline(buffer.getvalue(), description)
@@ -69,15 +69,21 @@ def _drawable(values: Sequence[float]) -> list[float]:
     return [v if math.isfinite(v) and v > 0 else math.nan for v in values]
 
 
-def _dress(axes: Axes, steps: Sequence[Mapping[str, Any]], ylabel: str) -> None:
+def _seen(values: Sequence[float]) -> bool:
+    return not all(math.isnan(v) for v in _drawable(values))
+
+
+def _dress(axes: Axes, steps: Sequence[Mapping[str, Any]], ylabel: str, *, visible: bool) -> None:
     count = len(steps)
-    if any(math.isfinite(y) for line in axes.get_lines() for y in line.get_ydata(orig=False)):
+    if visible:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(numticks=8))
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.set_yticks([])
-        axes.text(0.5, 0.5, "zero everywhere", transform=axes.transAxes, ha="center", va="center", color=_TEXT)
+        axes.text(
+            0.5, 0.5, "nothing above zero to show", transform=axes.transAxes, ha="center", va="center", color=_TEXT
+        )
     axes.set_xlim(0.5, count + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
     axes.set_xlabel("step", color=_TEXT)

@@ -59,17 +59,17 @@ def encode_mp4(frames: Clip, fps: float) -> bytes:
         return write_mp4(Path(folder) / "clip.mp4", frames, fps).read_bytes()
 
 
-def strip(frames: Clip, count: int = 8, width: int = 200, gap: int = 4) -> Image:
+def strip(frames: Clip, count: int = 8, width: int = 200, gap: int = 3) -> Image:
     """`count` frames, the first and the last among them, evenly spaced side by side: [H', W', 3] uint8.
 
-    Frames wider than `width` pixels are scaled down; fewer frames than `count` are all shown. The gaps are white.
+    Frames wider than `width` pixels are scaled down; fewer frames than `count` are all shown. The gaps are grey.
     """
     picked = frames[np.unique(np.linspace(0, len(frames) - 1, count).round().astype(int))]
     height, full_width = picked.shape[1:3]
     if full_width > width:
         size = (max(1, round(height * width / full_width)), width)
         picked = np.stack([resize(frame, size, anti_aliasing=True) * 255 for frame in picked]).round().astype(np.uint8)
-    space = np.full((picked.shape[1], gap, 3), 255, np.uint8)
+    space = np.full((picked.shape[1], gap, 3), 128, np.uint8)
     parts = [part for frame in picked for part in (space, frame)][1:]
     return np.concatenate(parts, axis=1)
 

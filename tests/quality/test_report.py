@@ -1,0 +1,375 @@
+"""Reports: what is in report.json, and that the pages stand alone, escape what they show and can be read by anyone."""
+
+import copy
+import dataclasses
+import itertools
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+from tiny import FRAMES, HEIGHT, WIDTH, tiny_pipeline
+
+import wanfp4
+from wanfp4.errors import OutputError, SettingsError, Wanfp4Error
+from wanfp4.policy import get_policy
+from wanfp4.processors.pipelines import Settings
+from wanfp4.quality import aggregate, budget, pages
+from wanfp4.quality.report import DriftReport
+
+EVIL = 'a <script>alert("1")</script> star | *square* & `circle`'
+POLICY = "my <b>nvfp4</b>/2"
+
+
+@pytest.fixture(scope="module")
+def report() -> DriftReport:
+    return wanfp4.drift(
+        tiny_pipeline(dual=True),
+        ["bf16", "wan-fast", get_policy("nvfp4").with_(name=POLICY)],
+        ["a red circle moving right", EVIL],
+        [0, 7],
+        settings=Settings(HEIGHT, WIDTH, FRAMES, 2, 4.0),
+        budget={"velocity": 1e-4, "psnr": 10},
+        progress=False,
+        model='models/<i>"tiny"</i>',
+        command="wanfp4 drift --prompt '<u>`x`</u>'",
+        max_sequence_length=32,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(report, tmp_path_factory):
+    return report.save(tmp_path_factory.mktemp("report"))
+
+
+class Page(HTMLParser):
+    """Start tags with their attributes, and the text inside each kind of element."""
+
+    VOID = frozenset({"meta", "img", "br", "link", "input", "line", "path", "use", "rect"})
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text: dict[str, list[str]] = {}
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open:
+            self.text.setdefault(self.open[-1], []).append(data)
+
+    def all(self, *names):
+        return [attributes for tag, attributes in self.tags if tag in names]
+
+
+@pytest.fixture(scope="module")
+def html(folder) -> str:
+    return (folder / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def page(html) -> Page:
+    return Page(html)
+
+
+def test_report_json_has_everything_to_run_it_again(folder, report):
+    data = json.loads((folder / "report.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
+    assert set(data) == {
+        "kind", "schema", "complete", "created", "command", "versions", "machine", "model", "scheduler", "settings",
+        "prompts", "seeds", "backend", "strict", "steps", "reference", "noise_floor", "policies", "budget",
+    }  # fmt: skip
+    assert (data["kind"], data["schema"], data["complete"]) == ("wanfp4 drift report", 1, True)
+    assert data["versions"].keys() >= {"wanfp4", "torch", "diffusers", "python"}
+    assert data["versions"]["wanfp4"] == wanfp4.__version__
+    assert Settings(**data["settings"]) == Settings(HEIGHT, WIDTH, FRAMES, 2, 4.0)
+    assert data["model"]["tokens"] == 105
+    assert data["reference"]["attention"] == "pipeline"
+    for section in (data["noise_floor"], *data["policies"]):
+        assert set(section) == {
+            "name", "policy", "numerics", "backend", "fallbacks", "unpatched", "receipts", "runs", "per_step",
+            "summary",
+        }  # fmt: skip
+        assert wanfp4.Policy.from_dict(section["policy"]).to_dict() == section["policy"]
+        for run in section["runs"]:
+            assert set(run) == {
+                "prompt", "seed", "wall_seconds", "teacher_forced", "free_running", "latent_frames_nan", "frames",
+                "files", "receipt",
+            }  # fmt: skip
+            for way, quantities in aggregate.QUANTITIES.items():
+                assert set(run[way]) == set(quantities)
+                for series in run[way].values():
+                    assert set(series) == {"cosine", "rel_l2", "cosine_frames", "rel_l2_frames"}
+                    assert [len(v) for v in series.values()] == [2, 2, 2, 2]
+                    assert all(len(frames) == 3 for frames in series["rel_l2_frames"])
+            for name in run["files"].values():
+                assert (folder / name).is_file()
+    assert data == report.to_dict()
+
+
+def test_number_lists_stand_on_one_line(folder):
+    text = (folder / "report.json").read_text(encoding="utf-8")
+    assert re.search(r'"rel_l2": \[ [\d.e-]+, [\d.e-]+ \]', text)
+    assert json.dumps(EVIL) in text
+
+
+def test_reports_round_trip(report, folder, tmp_path):
+    again = DriftReport.load(folder)
+    assert again.to_dict() == report.to_dict()
+    assert again.files == report.files
+    again.save(tmp_path)
+    for name in ("report.json", "report.md"):
+        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+    assert sorted(p.name for p in tmp_path.rglob("*.mp4")) == sorted(p.name for p in folder.rglob("*.mp4"))
+    assert again.check({"velocity": 1e-4}) == report.check({"velocity": 1e-4})
+
+
+def test_to_dict_is_a_copy(report):
+    report.to_dict()["policies"][0]["runs"].clear()
+    assert report.policies[0]["runs"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "cannot read"), ("{", "cannot read"), ('{"kind": "x"}', "kind 'x'"), ("[]", "kind None")],
+)
+def test_what_is_no_report_is_a_sentence(tmp_path, content, words):
+    if content is not None:
+        (tmp_path / "report.json").write_text(content)
+    with pytest.raises(Wanfp4Error, match=words):
+        DriftReport.load(tmp_path)
+
+
+def test_a_report_of_another_schema_is_refused(report, tmp_path):
+    (tmp_path / "report.json").write_text(json.dumps({**report.to_dict(), "schema": 2}))
+    with pytest.raises(Wanfp4Error, match="schema 2; needed are"):
+        DriftReport.load(tmp_path)
+
+
+def test_readers_let_sections_hold_more(report, tmp_path):
+    """A later version adds layer × step maps; this one must still show such a report."""
+    data = report.to_dict()
+    data["policies"][0]["layers"] = {"anything": [1]}
+    (tmp_path / "report.json").write_text(json.dumps(data))
+    again = DriftReport.load(tmp_path)
+    again.save(tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text())["policies"][0]["layers"] == {"anything": [1]}
+
+
+def test_saving_where_nothing_can_be_written_is_a_sentence(report, tmp_path):
+    (tmp_path / "file").write_text("x")
+    for bad in (tmp_path / "file", tmp_path / "file" / "below", "/proc/wanfp4"):
+        with pytest.raises(OutputError, match="cannot write into"):
+            report.save(bad)
+
+
+def test_numbers_json_has_no_word_for():
+    assert [aggregate.number(v) for v in (math.nan, math.inf, -math.inf, 1 / 3)] == [
+        "NaN", "Infinity", "-Infinity", 0.33333333,
+    ]  # fmt: skip
+    assert math.isnan(float(aggregate.number(math.nan)))
+    assert float(aggregate.number(-math.inf)) == -math.inf
+
+
+def test_the_page_needs_nothing_from_outside(html, page):
+    for attributes in (a for _, a in page.tags):
+        for name in ("src", "href", "xlink:href", "data", "poster", "srcset", "action"):
+            value = attributes.get(name)
+            assert value is None or value.startswith(("data:image/jpeg;base64,", "data:video/mp4;base64,", "#")), value
+        assert "@import" not in (attributes.get("style") or "")
+    assert page.all("link", "iframe", "object", "embed", "base", "form") == []
+    style = "".join(page.text["style"])
+    assert "url(" not in style
+    assert "@import" not in style
+    assert all("http" not in script for script in page.text["script"])
+    assert len(page.all("video")) == len(page.all("img")) == 5 * 4
+
+
+def test_large_media_are_linked_not_held(report, monkeypatch, tmp_path):
+    monkeypatch.setattr(pages, "VIDEO_BYTES", 25_000)
+    monkeypatch.setattr(pages, "STRIP_BYTES", 0)
+    report.save(tmp_path)
+    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    sources = [a["src"] for a in page.all("video")]
+    assert 1 <= sum(s.startswith("data:") for s in sources) <= 4
+    linked = [s for s in (*sources, *(a["src"] for a in page.all("img"))) if not s.startswith("data:")]
+    assert len(linked) > 30
+    for name in linked:
+        assert (tmp_path / name).is_file()
+
+
+def test_nothing_that_was_typed_becomes_markup(html, page):
+    assert page.all("u") == page.all("i") == page.all("b") == []
+    assert len(page.all("script")) == 1
+    assert "alert(" not in "".join(page.text["script"])
+    text = "".join(t for kind, parts in page.text.items() for t in parts if kind != "script")
+    for typed in (EVIL, POLICY, 'models/<i>"tiny"</i>', "wanfp4 drift --prompt '<u>`x`</u>'"):
+        assert typed in text
+    assert any(EVIL in (a.get("alt") or "") for a in page.all("img"))
+
+
+def test_the_page_can_be_read_by_anyone(page):
+    assert page.all("html") == [{"lang": "en"}]
+    headings = [int(tag[1]) for tag, _ in page.tags if re.fullmatch(r"h[1-6]", tag)]
+    assert headings[0] == 1
+    assert headings.count(1) == 1
+    assert all(b <= a + 1 for a, b in itertools.pairwise(headings))
+    assert all(a.get("scope") in ("row", "col", "colgroup") for a in page.all("th"))
+    assert all(a.get("alt") for a in page.all("img"))
+    assert all(a.get("aria-label") for a in page.all("video"))
+    assert all(a.get("aria-label") or a.get("aria-hidden") == "true" for a in page.all("svg"))
+    assert all("controls" in a for a in page.all("video"))
+    ids = [a["id"] for _, a in page.tags if "id" in a and a.get("id") and not a["id"].startswith(("m", "p", "figure"))]
+    sections = [a["aria-labelledby"] for a in page.all("section")]
+    assert sections
+    assert set(sections) <= set(ids)
+
+
+def test_ids_that_are_used_are_there_once(page):
+    ids = [a["id"] for _, a in page.tags if a.get("id")]
+    used = {a["xlink:href"][1:] for a in page.all("use")} | {a["aria-labelledby"] for a in page.all("section")}
+    assert used
+    assert all(ids.count(name) == 1 for name in used)
+
+
+def test_light_and_dark(html):
+    assert "prefers-color-scheme: dark" in html
+    for svg in re.findall(r'<svg role="img".*?</svg>', html, re.DOTALL):
+        assert not re.search(r"(fill|stroke): #", svg)
+        assert "var(--series-0)" in svg or "currentColor" in svg
+
+
+def test_curves_have_a_line_for_each_row_and_the_expert_switch(report):
+    chart = pages._chart(report.to_dict(), *pages.CHARTS[0])
+    assert chart["zero"] == ["bf16"]
+    for colour in ("var(--floor)", "var(--series-1)", "var(--series-2)"):
+        assert colour in chart["svg"]
+    assert "transformer_2" in chart["svg"]
+    assert "wan-fast from" in chart["svg"]
+    assert "noise level" in chart["svg"]
+
+
+def test_charts_leave_matplotlib_as_it_was(report):
+    import matplotlib as mpl
+
+    before, backend = copy.deepcopy(dict(mpl.rcParams)), mpl.get_backend(auto_select=False)
+    pages.html_page(report.to_dict(), report.files)
+    assert dict(mpl.rcParams) == before
+    assert mpl.get_backend(auto_select=False) == backend
+
+
+def test_the_page_says_what_the_figures_are(page, report):
+    text = " ".join(" ".join("".join(parts).split()) for parts in page.text.values())
+    summary = report.policies[1]["summary"]
+    assert pages.figure(summary["velocity"]["median"]) in text
+    assert "Budget exceeded" in text
+    assert "emulated" in text
+    assert "not a single bit" in text
+    for term in ("teacher-forced", "noise floor", "relative L2", "flicker ratio", "black frame"):
+        assert term in text
+
+
+def test_markdown_is_a_table_and_a_verdict(folder):
+    text = (folder / "report.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(rows) == 2 + 4
+    # A policy's name cannot break out of its cell: unescaped bars only are cell borders.
+    assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
+    assert "**Budget exceeded**" in text
+    assert r"my \<b\>nvfp4\</b\>/2" in text
+    assert "wan-fast: velocity is" in text.replace("\\", "")
+    assert "<script>" not in text
+    assert len(text) < 4000
+
+
+def test_a_report_with_nan_renders(report):
+    data = report.to_dict()
+    section = data["policies"][1]
+    for run in section["runs"]:
+        run["free_running"]["latent"]["rel_l2"][-1] = "NaN"
+        run["free_running"]["latent"]["rel_l2_frames"][-1] = ["NaN"] * 3
+        run["teacher_forced"]["velocity"]["rel_l2"] = ["NaN", "Infinity"]
+        run.update(latent_frames_nan=[0, 1, 2], frames=None, files=None)
+    section["per_step"] = aggregate.per_step(section["runs"])
+    section["summary"] = aggregate.summary(section["runs"], data["noise_floor"]["summary"])
+    page = Page(pages.html_page(data, report.files))
+    text = " ".join(t for parts in page.text.values() for t in parts)
+    assert "the policy broke the model" in text
+    assert "no clip, 3 latent frames hold NaN" in text
+    assert "NaN" in pages.markdown_page(data)
+
+
+def test_a_report_without_any_run_renders(report):
+    empty = DriftReport({k: v for k, v in report.data.items() if k not in ("reference", "noise_floor", "policies")})
+    empty.data.update(complete=False, steps=[])
+    empty.add_section("noise floor", get_policy("bf16"), "reference", floor=True)
+    empty.add_section("wan-fast", get_policy("wan-fast"), None)
+    assert "No policy has finished" in pages.html_page(empty.to_dict(), {})
+    assert "No run has finished" in pages.markdown_page(empty.to_dict())
+
+
+def test_budgets_are_judged_for_every_policy(report):
+    found = report.check({"velocity": 1e-4, "psnr": 1e3, "black-frames": 0, "nan-frames": 0, "floor-ratio": 1e9})
+    assert [(v.policy, v.metric) for v in found] == [
+        ("wan-fast", "velocity"),
+        ("wan-fast", "psnr"),
+        (POLICY, "velocity"),
+        (POLICY, "psnr"),
+    ]
+    worst = report.policies[1]["summary"]["velocity_worst"]["median"]
+    assert found[0].value == worst
+    assert found[0].limit == 1e-4
+    assert str(found[0]).startswith(f"wan-fast: velocity is {worst:.4g}, the budget is at most 0.0001 (")
+    assert "at least 1000 dB" in str(found[1])
+    assert report.check({"velocity": worst, "ssim": 0.5}) == []
+
+
+def test_every_budget_metric_can_be_judged(report):
+    for name, metric in budget.METRICS.items():
+        for section in report.policies:
+            assert not math.isnan(metric.of(section["summary"])), name
+        beyond = math.inf if metric.at_least else -math.inf
+        with pytest.raises(SettingsError, match="finite"):
+            report.check({name: beyond})
+        limit = 1e12 if metric.at_least else -1.0
+        failed = {v.policy for v in report.check({name: limit})}
+        # Equal clips have infinite PSNR, which is above any limit.
+        assert failed == {"bf16", "wan-fast", POLICY} - ({"bf16"} if name == "psnr" else set())
+
+
+def test_the_verdict_is_in_the_report(report):
+    judged = report.to_dict()["budget"]
+    assert not judged["passed"]
+    assert {v["policy"] for v in judged["violations"]} == {"wan-fast", POLICY}
+    assert set(judged["violations"][0]) == {f.name for f in dataclasses.fields(budget.Violation)}
+    assert judged["limits"]["psnr"] == {"limit": 10, "at_least": True, "meaning": budget.METRICS["psnr"].meaning}
+
+
+def test_budgets_are_parsed():
+    assert budget.parse_budget(["0.1"]) == {"velocity": 0.1}
+    assert budget.parse_budget(["velocity=0.1", " psnr = 25"]) == {"velocity": 0.1, "psnr": 25}
+    assert budget.parse_budget([]) == {}
+    for bad, words in (
+        (["speed=1"], "no budget metric 'speed'; the metrics are velocity, velocity-median,"),
+        (["velocity=fast"], "must be METRIC=LIMIT"),
+        (["velocity"], "must be METRIC=LIMIT"),
+        (["velocity="], "must be METRIC=LIMIT"),
+        (["velocity=nan"], "finite"),
+        (["0.1", "velocity=0.2"], "given twice"),
+    ):
+        with pytest.raises(SettingsError, match=words):
+            budget.parse_budget(bad)
