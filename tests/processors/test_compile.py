@@ -8,6 +8,9 @@ from tiny import TEXT_DIM, generate, tiny_pipeline, tiny_transformer
 import wanfp4
 from wanfp4.errors import FallbackError
 
+# Importing torch's inductor, which some versions do on dynamo's reset, warns about its own code.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+
 RULED = wanfp4.policies()["wan-fast"].with_(
     name="ruled",
     rules=(
@@ -50,7 +53,6 @@ def test_one_graph_for_all_layers_steps_and_rules(dynamo, backend):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # inductor's own use
 def test_inductor(dynamo):
     """The compiler people use. It fuses operations, so values differ by rounding; decisions must not."""
     pipe = tiny_pipeline(layers=3)
