@@ -333,3 +333,17 @@ def test_guard_runs_and_shows_in_the_receipt():
     with wanfp4.patch(model) as handle:
         forward(model)
     assert {e.layers: e.ran.guarded for e in handle.receipt().entries} == {(0, 2): False, (1,): True}
+
+
+def test_weights_stored_in_eight_bits_between_calls():
+    """Layerwise casting swaps a linear's weights inside its call, as quantised linears compute inside theirs."""
+    model = tiny_transformer()
+    plain = forward(model)
+    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    expected = forward(model)
+    assert not torch.equal(expected, plain)
+    with wanfp4.patch(model, "bf16"):
+        assert model.blocks[0].attn1.to_q.weight.dtype == torch.float8_e4m3fn
+        assert torch.equal(forward(model), expected)
+    with wanfp4.patch(model):
+        assert 0 < ((forward(model) - expected).norm() / expected.norm()).item() < 0.1
