@@ -156,22 +156,18 @@ def warn_of_unknown_words(pipe: Any, prompts: Iterable[str]) -> None:
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Diffusers' and Transformers' loading bars and warnings off for a while: they would bury ours."""
+    """Diffusers' and Transformers' loading bars off for a while. Their warnings stay: some tell of missing weights."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
-    libraries = (diffusers_logging, transformers_logging)
-    before = [(library.get_verbosity(), library.is_progress_bar_enabled()) for library in libraries]
-    for library in libraries:
-        library.set_verbosity_error()
+    silenced = [library for library in (diffusers_logging, transformers_logging) if library.is_progress_bar_enabled()]
+    for library in silenced:
         library.disable_progress_bar()
     try:
         yield
     finally:
-        for library, (level, bars) in zip(libraries, before, strict=True):
-            library.set_verbosity(level)
-            if bars:
-                library.enable_progress_bar()
+        for library in silenced:
+            library.enable_progress_bar()
 
 
 @contextmanager

@@ -121,6 +121,17 @@ def _require_weights(info: ModelInfo, parts: tuple[str, ...] | None = None) -> N
         raise ModelError(f"{info.model} is incomplete: {'; '.join(absent)}")
 
 
+def _require_filled(model: str | Path, pipe: Any) -> None:
+    """Raise ModelError when the files lacked some weights: diffusers then leaves them on `meta` without an error."""
+    for name, part in pipe.components.items():
+        if isinstance(part, torch.nn.Module):
+            empty = [key for key, tensor in part.state_dict().items() if tensor.is_meta]
+            if empty:
+                raise ModelError(
+                    f"{model} is incomplete: the weight files of {name} lack {len(empty)} tensors ({empty[0]} …)"
+                )
+
+
 def load_pipeline(
     model: str | Path, *, device: str | torch.device = "auto", dtype: str = "auto", offload: str = "none"
 ) -> Any:
@@ -145,6 +156,7 @@ def load_pipeline(
     if cls is None:
         raise ModelError(f"{model} is a {info.pipeline_class}, which diffusers {diffusers.__version__} does not have")
     pipe = _loading(model, "the weights", lambda: cls.from_pretrained(str(model), dtype=dtypes))
+    _require_filled(model, pipe)
     if offload == "model":
         pipe.enable_model_cpu_offload(device=place)
     elif offload == "sequential":
