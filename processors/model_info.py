@@ -221,9 +221,7 @@ def inspect_model(model: str | Path) -> ModelInfo:
     if folder.is_dir():
         return _build(str(model), folder, lambda name: _from_folder(folder, name))
     if folder.exists():
-        raise ModelError(
-            f"{str(model)!r} is a file; --model needs a diffusers folder with model_index.json, or a Hub id"
-        )
+        raise ModelError(f"{str(model)!r} is a file; a model is a diffusers folder with model_index.json, or a Hub id")
     # "models/wan" beside a folder models/ is a path with a slip in it; asking the Hub for it would only take time.
     if isinstance(model, Path) or not _HUB_ID.fullmatch(model) or folder.parent.is_dir():
         raise ModelError(

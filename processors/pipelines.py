@@ -63,9 +63,7 @@ def pick_device(name: str = "auto") -> torch.device:
     if kind == "cuda":
         if not cuda:
             built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-            raise SettingsError(
-                f"device {name!r} is not here: PyTorch {torch.__version__} ({built}) finds no CUDA device"
-            )
+            raise SettingsError(f"device {name!r} is not here: PyTorch {torch.__version__}, {built}, finds no GPU")
         if index and int(index) >= torch.cuda.device_count():
             raise SettingsError(f"device {name!r} is not here: PyTorch finds {torch.cuda.device_count()} GPU(s)")
     if kind == "mps" and not mps:
