@@ -187,9 +187,7 @@ class Session:
             name = PIPELINE if own is None else f"{PIPELINE}/{getattr(own, 'value', own)}"
             ran = Ran("exact", EXACT.label, name, reason=reason, fallback=fallback)
         else:
-            # Autocast would round the reference's float32 products to 16 bits.
-            with torch.autocast(q.device.type, enabled=False):
-                outcome = dispatch.run(q, k, v, numerics, guard=self.policy.guard, backend=backend)
+            outcome = dispatch.run(q, k, v, numerics, guard=self.policy.guard, backend=backend)
             out = outcome.out
             emulated = not numerics.is_exact and not _is_native(outcome.backend)
             notes = {name: count for name, count in outcome.notes.items() if name != "guarded"}

@@ -168,7 +168,10 @@ def run(
     """One attention call with fixed numerics; shapes as in `attention`. The inputs are never written to."""
     check_inputs(q, k, v)
     chosen = select(numerics, q.device, backend)
-    return chosen.run(q, k, v, numerics, guard, scale if scale is not None else 1 / math.sqrt(q.shape[-1]), return_lse)
+    # Autocast would round the reference's float32 products to 16 bits.
+    with torch.autocast(q.device.type, enabled=False):
+        scale = scale if scale is not None else 1 / math.sqrt(q.shape[-1])
+        return chosen.run(q, k, v, numerics, guard, scale, return_lse)
 
 
 def attention(

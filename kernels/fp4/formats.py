@@ -27,20 +27,21 @@ FOLD_CANDIDATES = (0.25, 0.3125, 0.375, 0.4375, 0.5, 0.625, 0.75, 0.875, 1.0, 1.
 
 def round_e2m1(x: Tensor) -> Tensor:
     """The nearest of ±{0, .5, 1, 1.5, 2, 3, 4, 6} as float32, ties to the even code (.25→0, 2.5→2, 3.5→4, 5→4)."""
-    magnitude = x.float().abs().nan_to_num(nan=E2M1_MAX, posinf=E2M1_MAX).clamp(max=E2M1_MAX)
-    # The spacing is .5 below 2, 1 below 4, 2 above; torch.round takes ties to even multiples, which are the even codes.
-    step = 0.5 * (1 + (magnitude >= 2).float() + 2 * (magnitude >= 4).float())
-    rounded = torch.round(magnitude / step) * step
-    return torch.where(x.isnan(), rounded, torch.copysign(rounded, x.float()))
+    x = x.float().clamp(-E2M1_MAX, E2M1_MAX)
+    # The spacing is half the power of two at or below |x| (its exponent bits alone), .5 at least; torch.round takes
+    # ties to even multiples of it, which are the even codes.
+    power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+    step = power.clamp(min=1) * 0.5
+    return torch.nan_to_num(torch.round(x / step) * step, nan=E2M1_MAX)
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
     """E2M1 codes 0..15 (uint8): sign in bit 3, then two exponent bits and one mantissa bit. -0 keeps its sign."""
     value = round_e2m1(x)
     magnitude = value.abs()
-    # The magnitudes double up to 2 and then thin out: code = 2m below 2, m + 2 below 4, m/2 + 4 above.
-    code = torch.where(magnitude < 2, 2 * magnitude, torch.where(magnitude < 4, magnitude + 2, magnitude / 2 + 4))
-    return code.to(torch.uint8) + 8 * torch.signbit(value).to(torch.uint8)
+    # From 1 up, the code is float32's exponent and first mantissa bit, counted from 252; below are only 0 and .5.
+    code = ((magnitude.view(torch.int32) >> 22) - 252).clamp(min=0) + (magnitude == 0.5)
+    return (code + 8 * torch.signbit(value)).to(torch.uint8)
 
 
 def decode_e2m1(codes: Tensor) -> Tensor:
@@ -196,24 +197,28 @@ def quantize_nvfp4(x: Tensor, dim: int = -1, *, fold: bool = False, global_scale
 
 
 def _divide(x: Tensor, scale: Tensor) -> Tensor:
-    return torch.where(scale == 0, 0.0, x / scale)
+    """x / scale, and zeros where the scale is 0."""
+    return x / torch.where(scale == 0, torch.inf, scale)
 
 
 def _fold_scales(pairs: Tensor, amax: Tensor) -> Tensor:
     """UE4M3 bytes […, 4] shared by the halves of `pairs` […, 2, 4, 16], whose largest magnitudes are `amax` […, 4]."""
 
+    x = pairs.movedim((-3, -1), (0, 1)).contiguous()  # [2, 16, …, 4]: a scale is broadcast over the outer dimensions
+
     def error(scale: Tensor) -> Tensor:
-        s = scale[..., None, :, None]
-        e = (pairs - s * round_e2m1(_divide(pairs, s))).square()
-        e = e[..., 0, :, :] + e[..., 1, :, :]
+        e = (x - scale * round_e2m1(_divide(x, scale))).square()
+        e = e[0] + e[1]
         for width in (8, 4, 2, 1):
-            e = e[..., :width] + e[..., width:]
-        return e[..., 0]
+            e = e[:width] + e[width:]
+        return e[0]
 
     base = amax / E2M1_MAX
     best = round_e4m3(base)
     least = error(best)
     for candidate in FOLD_CANDIDATES:
+        if candidate == 1:  # the start itself
+            continue
         scale = round_e4m3(base * candidate)
         e = error(scale)
         better = e < least

@@ -110,3 +110,10 @@ def test_gradients_are_fine_under_no_grad():
     q.requires_grad_()
     with torch.no_grad():
         assert wanfp4.attention(q, k, v).isfinite().all()
+
+
+def test_autocast_does_not_reach_the_reference():
+    q, k, v = draw(dtype=torch.float32)
+    plain = wanfp4.attention(q, k, v)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(wanfp4.attention(q, k, v), plain)
