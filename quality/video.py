@@ -42,7 +42,7 @@ def write_mp4(path: str | Path, frames: Clip, fps: float) -> Path:
             codec="libx264",
             quality=None,
             pixelformat="yuv444p" if odd else "yuv420p",
-            macro_block_size=1,  # imageio would resize to multiples of 16
+            macro_block_size=1,  # or imageio resizes to multiples of 16, unless a filter of ours stands in its way
             ffmpeg_log_level="error",
             output_params=_OUTPUT,
         )

@@ -157,14 +157,19 @@ def test_the_shift_asked_for_is_used_and_taken_back():
     assert pipe.scheduler is scheduler
 
 
-def test_the_pipeline_is_as_before():
+@pytest.mark.parametrize("bar", [{"disable": False, "desc": "mine"}, None])
+def test_the_pipeline_is_as_before(bar, capfd):
     pipe = tiny_pipeline()
-    pipe.set_progress_bar_config(disable=True, desc="mine")
+    if bar is None:
+        del pipe._progress_bar_config
+    else:
+        pipe.set_progress_bar_config(**bar)
     processors = [id(block.attn1.processor) for block in pipe.transformer.blocks]
     state = {k: v for k, v in vars(pipe).items() if k.startswith("_progress")}
     drift(pipe)
     assert [id(block.attn1.processor) for block in pipe.transformer.blocks] == processors
     assert {k: v for k, v in vars(pipe).items() if k.startswith("_progress")} == state
+    assert "mine" not in capfd.readouterr().err
     assert "step" not in vars(pipe.scheduler)
     assert "cache_context" not in vars(pipe.transformer)
 
