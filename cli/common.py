@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 import wanfp4
 from wanfp4.errors import (
@@ -75,33 +75,49 @@ def note(message: str) -> None:
     typer.echo(message, err=True)
 
 
+@contextmanager
+def sentences(ctx: Any, usage: str) -> Iterator[None]:
+    """Exceptions of a command become one sentence on stderr and an exit code; `usage` says how to see the traceback."""
+    debug = ctx.params.get("debug")
+    try:
+        yield
+    except KeyboardInterrupt:
+        note("interrupted")
+        raise typer.Exit(INTERRUPTED) from None
+    except Wanfp4Error as error:
+        if debug:
+            traceback.print_exc()
+        note(f"error: {error}")
+        raise typer.Exit(BAD_INPUT if isinstance(error, _BAD_INPUT) else FAILURE) from None
+    except (typer.Exit, typer.Abort, SystemExit):
+        raise
+    except Exception as error:
+        # Click's own usage errors print themselves; the class is vendored by Typer, so it is told by its method.
+        if hasattr(error, "exit_code") and hasattr(error, "show"):
+            raise
+        if debug:
+            traceback.print_exc()
+        text = str(error).strip().splitlines()
+        note(f"error: {type(error).__name__}: {text[0] if text else 'no message'}")
+        if not debug:
+            note(f"This is not a message of wanfp4's own; `{ctx.command_path} {usage}` shows the traceback.")
+        raise typer.Exit(FAILURE) from None
+
+
 class Commands(TyperGroup):
-    """The command group that turns exceptions into one sentence on stderr and an exit code."""
+    """The command group whose errors are sentences."""
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with sentences(ctx, "--debug COMMAND …"):
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            note("interrupted")
-            raise typer.Exit(INTERRUPTED) from None
-        except Wanfp4Error as error:
-            if ctx.params.get("debug"):
-                traceback.print_exc()
-            note(f"error: {error}")
-            raise typer.Exit(BAD_INPUT if isinstance(error, _BAD_INPUT) else FAILURE) from None
-        except (typer.Exit, typer.Abort, SystemExit):
-            raise
-        except Exception as error:
-            # Click's own usage errors print themselves; the class is vendored by Typer, so it is told by its method.
-            if hasattr(error, "exit_code") and hasattr(error, "show"):
-                raise
-            if ctx.params.get("debug"):
-                traceback.print_exc()
-            text = str(error).strip().splitlines()
-            note(f"error: {type(error).__name__}: {text[0] if text else 'no message'}")
-            if not ctx.params.get("debug"):
-                note("This is not a message of wanfp4's own; `wanfp4 --debug COMMAND …` shows the traceback.")
-            raise typer.Exit(FAILURE) from None
+
+
+class Command(TyperCommand):
+    """A command of its own whose errors are sentences."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with sentences(ctx, "--debug …"):
+            return super().invoke(ctx)
 
 
 def command_line() -> str:

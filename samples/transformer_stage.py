@@ -1,0 +1,321 @@
+"""Second training stage: the transformer and its text encoder, by flow matching on the VAE's latents.
+
+x = (1 − σ)·z + σ·ε, and the model learns the velocity ε − z. Clips are drawn and encoded once, before the first step;
+a step takes posterior samples of random ones, a random wording of each (none for one in ten, for classifier-free
+guidance), and noise levels spread evenly over a distribution that favours the high ones, where the number of objects
+and their places are decided. One batch in ten is of long clips.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from wanfp4.errors import ModelError
+from wanfp4.quality.files import replacing
+from wanfp4.samples import models, whole_clip
+from wanfp4.samples.data import DEFAULT, HELD_OUT, LONG, TRAINING, MovingShape, Size, caption, random_spec
+from wanfp4.samples.loop import Average, Json, step_random, warm_up_and_decay
+from wanfp4.samples.optim import Muon
+from wanfp4.samples.render import draw_scenes, render
+from wanfp4.samples.vae_stage import save_weights
+
+VALIDATION_SIGMAS = (0.95, 0.85, 0.7, 0.5, 0.3, 0.1)
+
+
+@dataclass(frozen=True)
+class TransformerSettings:
+    """Everything that the trained weights follow from, but for the VAE and the device."""
+
+    steps: int = 9000
+    seed: int = 0
+    batch: int = 192
+    clips: int = 20480  # drawn and encoded once
+    long_batch: int = 52  # as many tokens as a batch of default clips
+    long_clips: int = 1536  # 0: train on default clips only
+    long_every: int = 10  # steps
+    phrasings: int = 6  # wordings of each clip
+    rate: float = 1e-3  # AdamW: everything but the blocks' matrices
+    muon_rate: float = 3e-3  # the blocks' matrices
+    weight_decay: float = 0.01  # of those
+    warm_up: int = 200
+    decay: float = 0.35
+    drop: float = 0.1  # captions replaced by the empty one
+    shift: float = 3.0  # flow shift of the noise levels trained on
+    uniform: float = 0.2  # share of noise levels drawn evenly, before the shift; the rest is logit-normal
+    first_frame: float = 2.0  # weight of the first latent frame, which stands for one frame where others stand for four
+    average: float = 0.999
+    validate_every: int = 1000
+    size: tuple[int, int, int] = (DEFAULT.frames, DEFAULT.height, DEFAULT.width)
+    long_size: tuple[int, int, int] = (LONG.frames, LONG.height, LONG.width)
+    model: Mapping[str, Any] | None = None  # changes to `models.build_transformer`, for tests
+
+
+@dataclass(frozen=True)
+class LatentPool:
+    """Encoded clips: the posterior's mean and deviation [N, 16, t, h, w], FP16; caption ids [N, phrasings, tokens]."""
+
+    mean: Tensor
+    deviation: Tensor
+    ids: Tensor
+
+    def __len__(self) -> int:
+        return len(self.mean)
+
+
+@torch.no_grad()
+def encode_pool(
+    vae: Any,
+    tokenizer: Any,
+    clips: int,
+    size: Size,
+    seed: str,
+    device: torch.device,
+    *,
+    combinations: Sequence[MovingShape] = TRAINING,
+    phrasings: int = 6,
+    batch: int = 64,
+) -> LatentPool:
+    """Draw `clips` clips, word each `phrasings` times, and encode them in BF16."""
+    rng = random.Random(seed)
+    specs = [random_spec(rng, combinations) for _ in range(clips)]
+    ids = models.tokenise(tokenizer, [caption(rng, spec) for spec in specs for _ in range(phrasings)])
+    generator = torch.Generator().manual_seed(rng.getrandbits(62))
+    shape = (clips, models.LATENT_CHANNELS, (size.frames - 1) // 4 + 1, size.height // 8, size.width // 8)
+    mean = torch.empty(shape, dtype=torch.float16, device=device)
+    deviation = torch.empty_like(mean)
+    for i in range(0, clips, batch):
+        video = render(draw_scenes(specs[i : i + batch], size, generator), device)
+        with models.mixed_precision(device):
+            m, log_variance = whole_clip.encode(vae, video)
+        mean[i : i + batch], deviation[i : i + batch] = m, (0.5 * log_variance.float()).exp()
+    return LatentPool(mean, deviation, ids.view(clips, phrasings, -1).to(device))
+
+
+class TransformerStage:
+    """Trains transformer and text encoder; see `wanfp4.samples.loop.Stage`.
+
+    `vae` is that of the first stage, with its latent statistics. `cache` is a folder for the encoded clips, which a
+    resumed run on the same machine then need not make again.
+    """
+
+    name = "transformer"
+
+    def __init__(
+        self,
+        settings: TransformerSettings,
+        vae: Any,
+        device: torch.device | str,
+        *,
+        compiled: bool = False,
+        cache: Path | None = None,
+    ) -> None:
+        self.options = settings
+        self.settings: Json = json.loads(json.dumps(asdict(settings)))
+        self.steps = settings.steps
+        self.device = torch.device(device)
+        self.tokenizer = models.build_tokenizer()
+        vae = vae.to(self.device)
+        self.mean = torch.tensor(vae.config.latents_mean, device=self.device).view(1, -1, 1, 1, 1)
+        self.deviation = torch.tensor(vae.config.latents_std, device=self.device).view(1, -1, 1, 1, 1)
+        self.pools = self._pools(vae, cache)
+
+        self.transformer, self.text_encoder = self._modules()
+        self.transformer.train()
+        self.text_encoder.train()
+        parameters = [*self.transformer.parameters(), *self.text_encoder.parameters()]
+        matrices = [p for n, p in self.transformer.named_parameters() if p.ndim == 2 and n.startswith("blocks.")]
+        others = [p for p in parameters if not any(p is m for m in matrices)]
+        self.optimizers: list[tuple[torch.optim.Optimizer, float]] = [
+            (
+                torch.optim.AdamW(
+                    others, lr=settings.rate, betas=(0.9, 0.98), weight_decay=0.0, fused=self.device.type == "cuda"
+                ),
+                settings.rate,
+            ),
+            (Muon(matrices, lr=settings.muon_rate, weight_decay=settings.weight_decay), settings.muon_rate),
+        ]
+        self.average = Average(parameters, settings.average)
+        self.generator = torch.Generator(self.device)
+        self.padding = models.PadCountCrossAttention(self.device)
+        for block in self.transformer.blocks:
+            block.attn2.set_processor(self.padding)
+            if compiled:
+                block.compile(fullgraph=True, dynamic=False)
+        self.empty = models.tokenise(self.tokenizer, [""]).to(self.device)
+        self.warm_from = 0
+
+    def _modules(self) -> tuple[Any, Any]:
+        transformer = models.build_transformer(self.options.seed, **(self.options.model or {}))
+        text_encoder = models.build_text_encoder(len(self.tokenizer), self.options.seed)
+        return transformer.to(self.device), text_encoder.to(self.device)
+
+    def _pools(self, vae: Any, cache: Path | None) -> dict[str, LatentPool]:
+        """The clips to train on and, of held-out combinations, to validate on."""
+        o = self.options
+        key = json.dumps([self.settings[n] for n in ("seed", "clips", "long_clips", "phrasings", "size", "long_size")])
+        if cache is not None and (path := cache / "pools.pt").is_file():
+            saved = torch.load(path, map_location=self.device, weights_only=True)
+            if saved["key"] == key:
+                return {name: LatentPool(*tensors) for name, tensors in saved["pools"].items()}
+        wanted = {
+            "train": (o.clips, Size(*o.size), TRAINING, 64),
+            "long": (o.long_clips, Size(*o.long_size), TRAINING, 16),
+            "validation": (o.batch, Size(*o.size), HELD_OUT, 64),
+        }
+        pools = {
+            name: encode_pool(
+                vae,
+                self.tokenizer,
+                clips,
+                size,
+                f"{o.seed} {name} clips",
+                self.device,
+                combinations=combinations,
+                phrasings=o.phrasings,
+                batch=batch,
+            )
+            for name, (clips, size, combinations, batch) in wanted.items()
+            if clips
+        }
+        if cache is not None:
+            with replacing(cache / "pools.pt") as temporary:
+                tensors = {name: (p.mean, p.deviation, p.ids) for name, p in pools.items()}
+                torch.save({"key": key, "pools": tensors}, temporary)
+        return pools
+
+    def step(self, index: int) -> Mapping[str, Tensor]:
+        """One optimisation step; returns the loss, and every so often the validation loss by noise level."""
+        o = self.options
+        rng = step_random(o.seed, self.name, index)
+        self.generator.manual_seed(rng.getrandbits(62))
+        factor = warm_up_and_decay(index, o.steps, o.warm_up, o.decay)
+        factor *= min(1.0, (index - self.warm_from + 1) / o.warm_up) if self.warm_from else 1.0
+        for optimizer, rate in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor
+        long = "long" in self.pools and index % o.long_every == o.long_every - 1
+        pool, batch = (self.pools["long"], o.long_batch) if long else (self.pools["train"], o.batch)
+        self.padding.pad_to(
+            models.PIPELINE_TEXT_TOKENS
+            if rng.random() < 0.6
+            else rng.randint(models.TEXT_TOKENS, models.PIPELINE_TEXT_TOKENS)
+        )
+        rows = torch.randint(len(pool), (batch,), generator=self.generator, device=self.device)
+        wording = torch.randint(pool.ids.shape[1], (batch,), generator=self.generator, device=self.device)
+        ids = torch.where(self._uniform(batch, 1) < o.drop, self.empty, pool.ids[rows, wording])
+        loss = self._loss(pool, rows, ids, self._sigmas(batch)).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.average.parameters, 1.0)
+        for optimizer, _ in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.average.update(index)
+        figures = {"long loss" if long else "loss": loss.detach()}
+        if (index + 1) % o.validate_every == 0 or index + 1 == self.steps:
+            figures |= self._validate()
+        return figures
+
+    def _uniform(self, *shape: int) -> Tensor:
+        return torch.rand(*shape, generator=self.generator, device=self.device)
+
+    def _sigmas(self, batch: int) -> Tensor:
+        """Noise levels [batch], stratified: one from each of `batch` equally likely ranges."""
+        order = torch.randperm(batch, generator=self.generator, device=self.device)
+        u = (order + self._uniform(batch)) / batch
+        normal = torch.sigmoid(math.sqrt(2) * torch.erfinv((2 * u - 1).clamp(-0.9999, 0.9999)))
+        u = torch.where(self._uniform(batch) < self.options.uniform, u, normal)
+        return self.options.shift * u / (1 + (self.options.shift - 1) * u)
+
+    def _loss(self, pool: LatentPool, rows: Tensor, ids: Tensor, sigma: Tensor) -> Tensor:
+        """Mean squared error of the velocity for each of the clips `rows`."""
+        shape = (len(rows), *pool.mean.shape[1:])
+        noise, posterior = (torch.randn(shape, generator=self.generator, device=self.device) for _ in range(2))
+        z = (pool.mean[rows].float() + pool.deviation[rows].float() * posterior - self.mean) / self.deviation
+        s = sigma.view(-1, 1, 1, 1, 1)
+        with models.mixed_precision(self.device):
+            text = models.encode_text(self.text_encoder, ids)
+            predicted = models.velocity(self.transformer, (1 - s) * z + s * noise, sigma, text)
+        error = (predicted.float() - (noise - z)).square().mean((1, 3, 4))  # [B, t]
+        weight = torch.ones(error.shape[1], device=self.device)
+        weight[0] = self.options.first_frame
+        return (error * weight).sum(1) / weight.sum()
+
+    def _validate(self) -> dict[str, Tensor]:
+        """Loss on held-out clips with the weights as they are, at fixed noise levels and with the same noise each time.
+
+        Gradients stay enabled, although unused: without them the compiled blocks would be compiled again.
+        """
+        pool, out = self.pools["validation"], {}
+        rows = torch.arange(len(pool), device=self.device)
+        self.padding.pad_to(models.PIPELINE_TEXT_TOKENS)
+        for sigma in VALIDATION_SIGMAS:
+            self.generator.manual_seed(5)
+            levels = torch.full((len(pool),), sigma, device=self.device)
+            out[f"held-out at {sigma}"] = self._loss(pool, rows, pool.ids[:, 0], levels).mean().detach()
+        return out
+
+    def check(self, row: Json) -> None:
+        """Nothing beyond finite losses, which the loop checks."""
+
+    def state(self) -> Json:
+        """Weights, averages and optimiser states."""
+        return {
+            "transformer": self.transformer.state_dict(),
+            "text_encoder": self.text_encoder.state_dict(),
+            "average": self.average.values,
+            "optimizers": [optimizer.state_dict() for optimizer, _ in self.optimizers],
+            "warm_from": self.warm_from,
+        }
+
+    def load(self, state: Json) -> None:
+        """The counterpart of `state`."""
+        self.transformer.load_state_dict(state["transformer"])
+        self.text_encoder.load_state_dict(state["text_encoder"])
+        self.average.load(state["average"])
+        for (optimizer, _), saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.warm_from = state["warm_from"]
+
+    def start_from(self, folder: Path, step: int) -> None:
+        """Go on from averaged weights (`transformer.safetensors`, `text_encoder.safetensors`) as if at `step`.
+
+        The optimisers begin anew, with a warm-up. Raises ModelError when a file is missing or does not fit.
+        """
+        for name, module in (("transformer", self.transformer), ("text_encoder", self.text_encoder)):
+            load_weights(module, folder / f"{name}.safetensors")
+        self.average.load([p.detach() for p in self.average.parameters])
+        self.warm_from = step
+
+    def averaged(self) -> tuple[Any, Any]:
+        """Transformer and text encoder with the averaged weights, float32, as diffusers makes them."""
+        transformer, text_encoder = self._modules()
+        self.average.copy_to([*transformer.parameters(), *text_encoder.parameters()])
+        return transformer.eval(), text_encoder.eval()
+
+    def save_averages(self, folder: Path) -> None:
+        """Write `transformer.safetensors` and `text_encoder.safetensors`, BF16."""
+        transformer, text_encoder = self.averaged()
+        save_weights(transformer, folder / "transformer.safetensors")
+        save_weights(text_encoder, folder / "text_encoder.safetensors")
+
+
+def load_weights(module: torch.nn.Module, path: Path) -> None:
+    """Load what `save_weights` wrote into a module. Raises ModelError when it is missing or does not fit."""
+    if not path.is_file():
+        raise ModelError(f"{str(path)!r} is missing")
+    try:
+        missing, unexpected = module.load_state_dict(load_file(path), strict=False)
+    except Exception as error:
+        raise ModelError(f"{str(path)!r} does not fit {type(module).__name__}: {error}") from error
+    if unexpected or set(missing) - {"encoder.embed_tokens.weight"}:
+        raise ModelError(f"{str(path)!r} does not fit {type(module).__name__}: {[*missing, *unexpected][:3]}")
