@@ -11,6 +11,7 @@ from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, UniPCMulti
 from huggingface_hub.errors import LocalEntryNotFoundError
 from tiny import FRAMES, HEIGHT, TOKENS, WIDTH, tiny_pipeline, tiny_tokenizer
 
+import wanfp4
 from wanfp4.errors import ModelError, SettingsError, UnsupportedInputError
 from wanfp4.processors import model_info, pipelines
 from wanfp4.processors.pipelines import Settings, info_of, inspect_model
@@ -494,3 +495,20 @@ def test_the_bundled_pipeline_says_what_it_is():
     assert info.tokens(info.settings()) == 567
     assert info.experts[0].layers == 8
     assert info.prompt == "a red circle moving right"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_every_way_to_offload_gives_the_same_clip(saved):
+    clips = {}
+    for offload in pipelines.OFFLOADS:
+        pipe = pipelines.load_pipeline(saved, device="cuda", offload=offload)
+        pipe.set_progress_bar_config(disable=True)
+        assert (pipe.transformer.dtype, pipe.vae.dtype) == (torch.bfloat16, torch.float32)
+        with wanfp4.patch(pipe) as handle:
+            latents = pipelines.generate_latents(pipe, "a red circle", CLIP, 0)
+        assert handle.receipt().calls == 2 * 2 * 2  # layers, steps, branches
+        clips[offload] = latents.cpu(), pipelines.decode_latents(pipe, latents)
+    for latents, frames in clips.values():
+        assert torch.equal(latents, clips["none"][0])
+        assert np.array_equal(frames, clips["none"][1])
