@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
-import platform
 import shlex
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-import wanfp4
 from wanfp4.errors import (
     BackendError,
     ModelError,
@@ -28,9 +24,6 @@ from wanfp4.errors import (
     UnsupportedInputError,
     Wanfp4Error,
 )
-
-if TYPE_CHECKING:
-    import torch
 
 FAILURE, BAD_INPUT, OVER_BUDGET, INTERRUPTED = 1, 2, 3, 130
 _BAD_INPUT = (PolicyError, SettingsError, ModelError, UnsupportedInputError, BackendError, OutputError)
@@ -193,28 +186,6 @@ def progress_log() -> Iterator[None]:
 
     with logging_redirect_tqdm(loggers=[logging.getLogger("wanfp4")]):
         yield
-
-
-def versions() -> dict[str, str]:
-    """Versions that decide what a run gives."""
-    names = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "numpy", "imageio-ffmpeg", "typer")
-    return {
-        "wanfp4": wanfp4.__version__,
-        "python": platform.python_version(),
-        **{name: metadata.version(name) for name in names},
-    }
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """What a run ran on."""
-    import torch
-
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        major, minor = torch.cuda.get_device_capability(device)
-        return {"device": str(device), "name": name, "compute_capability": f"{major}.{minor}"}
-    name = f"{platform.machine()}, {os.cpu_count()} cores"
-    return {"device": str(device), "name": name, "threads": torch.get_num_threads(), "system": platform.system()}
 
 
 def now() -> str:

@@ -54,13 +54,15 @@ def examine() -> dict[str, Any]:
     """The report as plain JSON values; `faults` lists what is wrong in sentences."""
     import torch
 
+    from wanfp4.processors import environment
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tests = self_test(device)
     parts = {"ffmpeg": _ffmpeg(), "bundled sample": _sample()}
     faults = [f"{name}: {part['problem']}" for name, part in parts.items() if part["problem"]]
     faults += [f"policy {test['policy']}: {test['verdict']}" for test in tests if test["verdict"] != "ok"]
     return {
-        "versions": common.versions(),
+        "versions": environment.versions(),
         "devices": _devices(),
         "backends": _backends(device),
         "not_in_this_version": NOT_HERE,

@@ -110,9 +110,7 @@ def drift(
 
     with common.quiet_libraries():
         pipe = pipelines.load_pipeline(named, device=place, dtype=dtype, offload=offload)
-    for text in plan.prompts:
-        if unknown := pipelines.unknown_words(pipe.tokenizer, text):
-            common.note(f"warning: the model does not know {', '.join(map(repr, unknown))} in {text!r}")
+    common.warn_of_unknown_words(pipe, plan.prompts)
     report = measure(
         pipe,
         plan.policies,

@@ -152,12 +152,13 @@ def generate(
     videos = _outputs(texts, output, chosen.name, seed)
 
     from wanfp4.processors import pipelines
+    from wanfp4.quality.plan import check_backend
 
     pipelines.check_seed(seed)
     place = pipelines.pick_device(device)
     pipelines.check_dtype(dtype)
     pipelines.check_offload(offload, place)
-    _check_backend(chosen, backend, place)
+    check_backend([chosen], backend, place)
     clips = tuple(zip(texts, videos, strict=True))
     plan = Plan(named, info, settings, chosen, backend, strict, place, dtype, offload, seed, clips)
     for video in videos:
@@ -186,17 +187,6 @@ def _outputs(texts: list[str], output: Path | None, policy: str, seed: int) -> l
 def _slug(text: str) -> str:
     """A file name's worth of `text`; prompts in other scripts keep their letters."""
     return re.sub(r"[^\w.]+", "-", text.lower()).strip("-.")[:60].rstrip("-.") or "clip"
-
-
-def _check_backend(policy: Policy, backend: str | None, device: Any) -> None:
-    """Raise BackendError now for what `patch` would raise after the weights are loaded."""
-    if backend is None:
-        return
-    from wanfp4.kernels import dispatch
-
-    every = (policy.numerics, *(rule.numerics for rule in policy.rules))
-    for numerics in [n for n in every if not n.is_exact] or [policy.numerics]:
-        dispatch.select(numerics, device, backend)
 
 
 def _run(plan: Plan, keep_latents: bool) -> None:
@@ -247,6 +237,8 @@ def _receipt(
     plan: Plan, pipe: Any, prompt: str, attention: dict[str, Any], seconds: dict[str, float]
 ) -> dict[str, Any]:
     """Everything to run it again, and what ran."""
+    from wanfp4.processors import environment
+
     parts = {name: part for name, part in pipe.components.items() if hasattr(part, "dtype")}
     return {
         "kind": KIND,
@@ -260,8 +252,8 @@ def _receipt(
         "dtype": plan.dtype,
         "dtypes": {name: str(part.dtype).removeprefix("torch.") for name, part in parts.items()},
         "offload": plan.offload,
-        "machine": common.machine(plan.device),
-        "versions": common.versions(),
+        "machine": environment.machine(plan.device),
+        "versions": environment.versions(),
         "attention": attention,
         "timings": {name: round(value, 3) for name, value in seconds.items()},
     }

@@ -16,13 +16,10 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
-import platform
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +28,9 @@ from torch import Tensor
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-import wanfp4
 from wanfp4.errors import ModelError, Wanfp4Error
 from wanfp4.policy import Policy, get_policy
+from wanfp4.processors.environment import machine, versions
 from wanfp4.processors.patch import patch
 from wanfp4.processors.pipelines import (
     ModelInfo,
@@ -333,12 +330,8 @@ def _header(
         "complete": False,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
-        "versions": {
-            "wanfp4": wanfp4.__version__,
-            "python": platform.python_version(),
-            **{name: metadata.version(name) for name in ("torch", "diffusers", "transformers", "scikit-image")},
-        },
-        "machine": _machine(pipe),
+        "versions": versions(),
+        "machine": machine(torch.device(pipe._execution_device)),
         "model": {**described, "dtype": dtype, "tokens": info.tokens(plan.settings)},
         "scheduler": type(pipe.scheduler).__name__,
         "settings": plan.settings.to_dict(),
@@ -348,12 +341,3 @@ def _header(
         "strict": strict,
         "steps": [],
     }
-
-
-def _machine(pipe: Any) -> Json:
-    device = torch.device(pipe._execution_device)
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    else:
-        name = f"{platform.machine()}, {os.cpu_count()} cores"
-    return {"device": device.type, "name": name, "threads": torch.get_num_threads(), "system": platform.system()}
