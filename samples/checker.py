@@ -234,7 +234,8 @@ def nearest_colour(pixels: npt.NDArray[Any]) -> npt.NDArray[np.int_]:
         np.where(largest == green, (blue - red) / span + 2, (red - green) / span + 4),
     )
     gap = np.abs(hue[:, None] / 6 - _HUES)
-    return np.minimum(gap, 1 - gap).argmin(-1)
+    nearest: npt.NDArray[np.int_] = np.minimum(gap, 1 - gap).argmin(-1)
+    return nearest
 
 
 @cache

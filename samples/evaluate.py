@@ -18,13 +18,14 @@ from typing import Annotated, Any
 import numpy as np
 import numpy.typing as npt
 import typer
+from tqdm import tqdm
 
-from wanfp4.cli.common import BackendOption, Command, DeviceOption, DtypeOption, note
+from wanfp4.cli.common import BackendOption, Command, DeviceOption, DtypeOption, quiet_libraries
 from wanfp4.errors import SettingsError
 from wanfp4.quality.files import replacing, write
 from wanfp4.samples import bundled
 from wanfp4.samples.data import DEFAULT, HELD_OUT, Size, random_spec
-from wanfp4.samples.task import Answers, Json, Judges, Task, agreement, answer, lines, make_tasks, mistakes, table
+from wanfp4.samples.task import Answers, Json, Judges, Task, lines, make_tasks, mistakes, table, task_table
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -75,41 +76,40 @@ def evaluate(
     ]
     for settings in sweep:
         info.check(settings)
-    pipe = load_pipeline(folder, device=place, dtype=dtype)
+    with quiet_libraries():
+        pipe = load_pipeline(folder, device=place, dtype=dtype)
     tasks = make_tasks(clips, pairs=pairs, seed=seed)
     batch = batch or (64 if place.type == "cuda" else 2)
     report = {"model": str(folder), "clips": clips, "pairs": pairs, "seed": seed, "runs": []}
-    with Judges(workers) as judges:
+    total = len(tasks) * len(sweep) * (1 + len(_names(policies)))
+    with Judges(workers) as judges, tqdm(total=total, unit="clip", dynamic_ncols=True) as bar:
         for settings in sweep:
-            label = f"guidance {settings.guidance:g}, shift {settings.shift:g}, {settings.steps} steps"
-            first = settings is sweep[0]
-            own = answer(pipe, tasks, settings, judges=judges, batch=batch, keep=first and sheet is not None)
-            report["runs"].append(_run(own, settings.to_dict(), label))
-            if first and sheet is not None:
-                write_sheet(sheet, own, sheet_clips)
-            for name in _names(policies):
-                other = answer(pipe, tasks, settings, judges=judges, policy=name, backend=backend, batch=batch)
-                run = _run(other, settings.to_dict(), label)
-                run["agreement"] = agreement(other, own)
-                share = run["agreement"]
-                note(f"  agrees with the pipeline's own attention in {share['right']} of {share['of']} clips")
-                report["runs"].append(run)
+            label = f"guidance {settings.guidance:g}, shift {settings.shift:g}, steps {settings.steps}"
+            keep = settings is sweep[0] and sheet is not None
+            rows = task_table(
+                pipe,
+                tasks,
+                settings,
+                _names(policies),
+                judges=judges,
+                backend=backend,
+                batch=batch,
+                keep=keep,
+                done=bar.update,
+            )
+            for answers, figures in rows:
+                report["runs"].append(figures)
+                if json_file is not None:  # what is finished survives an interruption
+                    write(json_file, json.dumps(report, indent=1) + "\n")
+                for line in lines(f"{answers.name}, {label}", figures["table"]):
+                    bar.write(line)
+                if "agreement" in figures:
+                    share = figures["agreement"]
+                    bar.write(f"  shows what the pipeline's own attention shows in {share['right']} of {share['of']}")
+                bar.write(f"  {len(tasks)} clips in {answers.seconds:.1f} s")
+                if answers.clips and sheet is not None:
+                    write_sheet(sheet, answers, sheet_clips)
     _finish(report, json_file)
-
-
-def _run(answers: Answers, settings: Json, label: str) -> Json:
-    figures = table(answers)
-    for line in lines(f"{answers.name}, {label}", figures):
-        typer.echo(line)
-    note(f"  {len(answers.tasks)} clips in {answers.seconds:.1f} s")
-    return {
-        "attention": answers.name,
-        "settings": settings,
-        "seconds": round(answers.seconds, 1),
-        "backends": answers.backends,
-        "table": figures,
-        "mistakes": mistakes(answers),
-    }
 
 
 def vae_report(

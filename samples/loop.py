@@ -23,6 +23,8 @@ from wanfp4.quality.files import replacing, write
 
 Json = dict[str, Any]
 
+HELD_OUT = "held-out at "  # figures that share a panel of the curves
+
 
 class TrainingError(Wanfp4Error):
     """A run that does not learn, or a checkpoint that is not this run's."""
@@ -209,26 +211,32 @@ def _wait(figures: Mapping[str, Tensor]) -> None:
 
 
 def draw_curves(history: Json, path: Path) -> None:
-    """The rows of all stages as a PNG: one panel for each figure."""
+    """The rows of all stages as a PNG: a panel for each figure, one for all held-out losses of a stage."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels = []
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for stage, record in history.items():
-        rows = record.get("rows") or []
-        names = [n for n in dict.fromkeys(n for row in rows for n in row) if n not in ("step", "seconds", "rate")]
-        panels += [(stage, name, [(r["step"], r[name]) for r in rows if name in r]) for name in names]
+        for row in record.get("rows") or []:
+            for name in (n for n in row if n not in ("step", "seconds", "rate")):
+                panel = f"{stage}: {'held-out loss' if name.startswith(HELD_OUT) else name}"
+                panels.setdefault(panel, {}).setdefault(name, []).append((row["step"], row[name]))
     if not panels:
         return
     columns = min(4, len(panels))
-    figure = Figure(figsize=(4 * columns, 3 * math.ceil(len(panels) / columns)), layout="constrained")
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(4 * columns, 3 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    for number, (stage, name, points) in enumerate(panels, 1):
-        axes = figure.add_subplot(math.ceil(len(panels) / columns), columns, number)
-        axes.plot(*zip(*points, strict=True), linewidth=1)
-        axes.set_title(f"{stage}: {name}", fontsize=9)
-        if min(value for _, value in points) > 0:
+    for number, (title, curves) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(rows, columns, number)
+        for name, points in curves.items():
+            marker = "." if len(points) < 20 else ""
+            axes.plot(*zip(*points, strict=True), linewidth=1, marker=marker, label=name.removeprefix(HELD_OUT))
+        axes.set_title(title, fontsize=9)
+        if "psnr" not in title and all(value > 0 for points in curves.values() for _, value in points):
             axes.set_yscale("log")
+        if len(curves) > 1:
+            axes.legend(title="noise level", fontsize=6, title_fontsize=6)
         axes.tick_params(labelsize=7)
         axes.grid(alpha=0.3)
     with replacing(path) as temporary:

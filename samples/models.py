@@ -232,4 +232,5 @@ def velocity(transformer: Any, latents: Tensor, sigma: Tensor, text: Tensor) -> 
     shift, scale = (transformer.scale_shift_table + temb.unsqueeze(1)).chunk(2, dim=1)
     x = transformer.proj_out((transformer.norm_out(x.float()) * (1 + scale) + shift).type_as(x))
     x = x.view(batch, frames, height // p, width // q, p, q, channels)
-    return x.permute(0, 6, 1, 2, 4, 3, 5).reshape(latents.shape)
+    output: Tensor = x.permute(0, 6, 1, 2, 4, 3, 5)
+    return output.reshape(latents.shape)

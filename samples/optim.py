@@ -25,7 +25,8 @@ def orthogonalise(matrices: Tensor, *, steps: int = 5, dtype: torch.dtype = torc
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if tall else x
+    result: Tensor = x.mT if tall else x
+    return result
 
 
 class Muon(torch.optim.Optimizer):

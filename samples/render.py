@@ -115,7 +115,8 @@ def _paths(way: Tensor, radius: Tensor, present: Tensor, size: Size, generator: 
 def _closest(offset: Tensor, drift: Tensor) -> Tensor:
     """Smallest length of offset + t · drift, each [..., 2], for t in [0, 1]."""
     t = -(offset * drift).sum(-1) / drift.square().sum(-1).clamp(min=1e-9)
-    return (offset + t.clamp(0, 1)[..., None] * drift).norm(dim=-1)
+    distance: Tensor = torch.linalg.vector_norm(offset + t.clamp(0, 1)[..., None] * drift, dim=-1)
+    return distance
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ import torch
 import typer
 from torch import Tensor
 
-from wanfp4.cli.common import Command, DeviceOption, DtypeOption
+from wanfp4.cli.common import Command, DeviceOption, DtypeOption, quiet_libraries
 from wanfp4.errors import SettingsError
 from wanfp4.processors.wan import rotate
 from wanfp4.quality.files import write
@@ -195,7 +195,8 @@ def statistics(
         raise SettingsError(f"--steps must be whole numbers separated by commas, as 1,10,18; not {steps!r}") from None
     info = inspect_model(folder)
     settings = info.settings()
-    pipe = load_pipeline(folder, device=device, dtype=dtype)
+    with quiet_libraries():
+        pipe = load_pipeline(folder, device=device, dtype=dtype)
     rows = attention_statistics(pipe, PROMPTS, settings, wanted, seed)
     heads, tokens = pipe.transformer.config.num_attention_heads, info.tokens(settings)
     normal = normal_statistics((len(PROMPTS), tokens, heads, pipe.transformer.config.attention_head_dim))

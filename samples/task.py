@@ -179,6 +179,51 @@ def answer(
     return Answers(name, tasks, verdicts, time.perf_counter() - started, clips, backends)
 
 
+def task_table(
+    pipe: Any,
+    tasks: Sequence[Task],
+    settings: Settings,
+    policies: Sequence[str | Path | Policy] = (),
+    *,
+    judges: Judges,
+    backend: str | None = None,
+    batch: int = 1,
+    keep: bool = False,
+    done: Callable[[int], None] = lambda n: None,
+) -> Iterator[tuple[Answers, Json]]:
+    """What the pipeline's own attention makes of the tasks, then each policy: answers, and figures as JSON values.
+
+    The figures: `attention` (name), `settings`, `seconds`, `backends`, `table`, `mistakes`, and for policies
+    `agreement` with the pipeline's own answers. `keep` keeps the clips of the first. Raises what `answer` raises.
+    """
+    own = None
+    for policy in (None, *policies):
+        answers = answer(
+            pipe,
+            tasks,
+            settings,
+            judges=judges,
+            policy=policy,
+            backend=backend,
+            batch=batch,
+            keep=keep and policy is None,
+            done=done,
+        )
+        figures: Json = {
+            "attention": answers.name,
+            "settings": settings.to_dict(),
+            "seconds": round(answers.seconds, 1),
+            "backends": answers.backends,
+            "table": table(answers),
+            "mistakes": mistakes(answers),
+        }
+        if own is None:
+            own = answers
+        else:
+            figures["agreement"] = agreement(answers, own)
+        yield answers, figures
+
+
 def wilson(right: int, of: int, z: float = 1.96) -> tuple[float, float]:
     """The Wilson score interval of a rate, 95 % by default (Wilson 1927); (0, 1) when there is nothing to count."""
     if not of:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from wanfp4.cli.common import Commands, DeviceOption
+from wanfp4.cli.common import Commands, DeviceOption, quiet_libraries
 from wanfp4.errors import ModelError, OutputError, SettingsError
 from wanfp4.quality.files import writable_folder, write
 from wanfp4.samples import bundled
@@ -159,6 +159,7 @@ class _Job:
         if self.device.type == "cuda":
             torch.backends.cudnn.benchmark = True
             torch.set_float32_matmul_precision("high")
+            torch._dynamo.config.suppress_errors = True  # what does not compile runs as it is, with a warning
             self.say(f"{torch.cuda.get_device_name(self.device)}, PyTorch {torch.__version__}")
 
     def stop(self, step: int) -> bool:
@@ -226,7 +227,7 @@ def _train_vae(job: _Job, steps: int | None, seed: int | None) -> bool:
 
 
 def _train_dit(job: _Job, steps: int | None, seed: int | None, weights: Path | None, vae_file: Path | None) -> bool:
-    from wanfp4.samples.loop import History, checkpoint, run
+    from wanfp4.samples.loop import HELD_OUT, History, checkpoint, run
     from wanfp4.samples.transformer_stage import TransformerSettings, TransformerStage
     from wanfp4.samples.vae_stage import load_vae
 
@@ -258,7 +259,7 @@ def _train_dit(job: _Job, steps: int | None, seed: int | None, weights: Path | N
     stage.save_averages(job.out)
     if done:
         last: dict[str, Any] = History(job.out).data[stage.name]["rows"][-1]
-        History(job.out).save(stage.name, result={k: v for k, v in last.items() if k.startswith("held-out")})
+        History(job.out).save(stage.name, result={k: v for k, v in last.items() if k.startswith(HELD_OUT)})
     return done
 
 
@@ -287,7 +288,8 @@ def export_pipeline(weights: Path, target: Path) -> Path:
     pipe = models.build_pipeline(tokenizer, **parts)
     writable_folder(target)
     try:
-        pipe.save_pretrained(target, safe_serialization=True)
+        with quiet_libraries():
+            pipe.save_pretrained(target, safe_serialization=True)
     except OSError as error:
         raise OutputError(f"cannot write the pipeline into {str(target)!r}: {error}") from error
     _name_tokenizer_class(target)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from wanfp4.errors import ModelError
 from wanfp4.quality.files import replacing
-from wanfp4.samples import models, whole_clip
+from wanfp4.samples import loop, models, whole_clip
 from wanfp4.samples.data import DEFAULT, HELD_OUT, LONG, TRAINING, MovingShape, Size, caption, random_spec
 from wanfp4.samples.loop import Average, Json, step_random, warm_up_and_decay
 from wanfp4.samples.optim import Muon
@@ -150,7 +150,7 @@ class TransformerStage:
         for block in self.transformer.blocks:
             block.attn2.set_processor(self.padding)
             if compiled:
-                block.compile(fullgraph=True, dynamic=False)
+                block.compile(dynamic=False)
         self.empty = models.tokenise(self.tokenizer, [""]).to(self.device)
         self.warm_from = 0
 
@@ -261,7 +261,7 @@ class TransformerStage:
         for sigma in VALIDATION_SIGMAS:
             self.generator.manual_seed(5)
             levels = torch.full((len(pool),), sigma, device=self.device)
-            out[f"held-out at {sigma}"] = self._loss(pool, rows, pool.ids[:, 0], levels).mean().detach()
+            out[f"{loop.HELD_OUT}{sigma}"] = self._loss(pool, rows, pool.ids[:, 0], levels).mean().detach()
         return out
 
     def check(self, row: Json) -> None:

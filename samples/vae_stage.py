@@ -113,7 +113,8 @@ class VaeStage:
         weight = 1 + (o.object_weight - 1) * ((x.amax(1, keepdim=True) - x.amin(1, keepdim=True)) > 0.5)
         latent = (o.batch, models.LATENT_CHANNELS, (o.frames - 1) // 4 + 1, o.window // 8, o.window // 8)
         noise = torch.randn(latent, generator=self.generator, device=self.device)
-        second = torch.tensor(float(index >= o.steps * (1 - o.decay)), device=self.device)
+        # Not torch.tensor, which copies from the host and waits for the device.
+        second = torch.full((), float(index >= o.steps * (1 - o.decay)), device=self.device)
         loss, mse, chroma, kl = self._loss(x, weight, noise, second)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.average.parameters, 1.0)

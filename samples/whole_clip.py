@@ -79,7 +79,8 @@ def _fold(x: Tensor) -> tuple[Tensor, int]:
 
 
 def _unfold(x: Tensor, frames: int) -> Tensor:
-    return x.unflatten(0, (-1, frames)).permute(0, 2, 1, 3, 4)
+    clip: Tensor = x.unflatten(0, (-1, frames))
+    return clip.permute(0, 2, 1, 3, 4)
 
 
 def _convolve(conv: WanCausalConv3d, x: Tensor, frames: int) -> Tensor:
@@ -116,7 +117,8 @@ def _residual(block: WanResidualBlock, x: Tensor, frames: int) -> Tensor:
 
 def _normalise(norm: Any, x: Tensor) -> Tensor:
     gamma = norm.gamma.view(1, -1, 1, 1)
-    return functional.normalize(x.float(), dim=1).to(x.dtype) * norm.scale * gamma + norm.bias
+    scaled: Tensor = functional.normalize(x.float(), dim=1).to(x.dtype) * norm.scale * gamma + norm.bias
+    return scaled
 
 
 def _attention(block: WanAttentionBlock, x: Tensor) -> Tensor:

@@ -50,9 +50,9 @@ def test_reads_long_clips_and_three_objects() -> None:
 
 def test_catches_twins_extra_and_missing_objects() -> None:
     rng = random.Random(2)
-    singles = [rng.choice(ALL) for _ in range(50)]
-    pairs = [random_spec(rng, ALL, objects=2) for _ in range(50)]
-    grounds = [rng.choice(BACKGROUNDS) for _ in range(50)]
+    singles = [rng.choice(ALL) for _ in range(40)]
+    pairs = [random_spec(rng, ALL, objects=2) for _ in range(40)]
+    grounds = [rng.choice(BACKGROUNDS) for _ in range(40)]
     scenes = draw_scenes(
         [Spec((t, t), g) for t, g in zip(singles, grounds, strict=True)], DEFAULT, torch.Generator().manual_seed(1)
     )
