@@ -25,7 +25,7 @@ def orthogonalise(matrices: Tensor, *, steps: int = 5, dtype: torch.dtype = torc
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    result: Tensor = x.mT if tall else x
+    result: Tensor = x.mT.contiguous() if tall else x
     return result
 
 
@@ -61,7 +61,7 @@ class Muon(torch.optim.Optimizer):
                 scale = group["lr"] * 0.2 * math.sqrt(max(matrices.shape[1:]))
                 if group["weight_decay"]:
                     torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(params, [u.view(shape) for u in updates.unbind()], alpha=-scale)
+                torch._foreach_add_(params, [u.reshape(shape) for u in updates.unbind()], alpha=-scale)
 
     def _momentum(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]

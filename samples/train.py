@@ -1,10 +1,10 @@
-"""Train the sample pipeline: one GPU, about twenty minutes of an H200.
+"""Train the sample pipeline on one GPU.
 
-    python -m wanfp4.samples.train all --out run                     everything, then run/pipeline
-    python -m wanfp4.samples.train all --out run --max-seconds 540   the same in stages; repeat until it is done
-    python -m wanfp4.samples.train vae --out run                     one part at a time: vae, dit, export
-    python -m wanfp4.samples.train dit --out run --resume-weights old --max-seconds 540
-    python -m wanfp4.samples.train all --out run --settings my.json  {"vae": {"batch": 8}, "transformer": {"seed": 1}}
+    python -m wanfp4.samples.train all --out out/run                     everything, then out/run/pipeline
+    python -m wanfp4.samples.train all --out out/run --max-seconds 540   the same in stages; repeat until it is done
+    python -m wanfp4.samples.train vae --out out/run                     one part at a time: vae, dit, export
+    python -m wanfp4.samples.train dit --out out/run --resume-weights old --max-seconds 540
+    python -m wanfp4.samples.train all --out out/run --settings my.json   {"vae": {"batch": 8}}
 
 docs/sample.md explains the choices. Exit codes: 0 done, 10 stopped by --max-seconds with more to do, 1 a failed run,
 2 bad input.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -102,13 +102,15 @@ def dit(
     compiled: CompileOption = None,
     settings: SettingsOption = None,
     resume_weights: WeightsOption = None,
-    vae_file: Annotated[
+    given_vae: Annotated[
         Path | None,
-        typer.Option("--vae", metavar="FILE", help="The VAE; FOLDER/vae.safetensors of --out if not given."),
+        typer.Option(
+            "--vae", metavar="FILE|FOLDER", help="A trained VAE, or a pipeline's; that of --out if not given."
+        ),
     ] = None,
 ) -> None:
     """Second stage: the transformer and its text encoder."""
-    _exit_unless(_train_dit(_Job(out, max_seconds, device, compiled, settings), steps, seed, resume_weights, vae_file))
+    _exit_unless(_train_dit(_Job(out, max_seconds, device, compiled, settings), steps, seed, resume_weights, given_vae))
 
 
 @app.command()
@@ -157,13 +159,17 @@ class _Job:
         self.compiled = self.device.type == "cuda" if compiled is None else compiled
         self.max_seconds = max_seconds
         if self.device.type == "cuda":
-            torch.backends.cudnn.benchmark = True
             torch.set_float32_matmul_precision("high")
             torch._dynamo.config.suppress_errors = True  # what does not compile runs as it is, with a warning
             self.say(f"{torch.cuda.get_device_name(self.device)}, PyTorch {torch.__version__}")
 
+    def remaining(self) -> float:
+        """Seconds until --max-seconds."""
+        return math.inf if self.max_seconds is None else self.max_seconds - (time.perf_counter() - _STARTED)
+
     def stop(self, step: int) -> bool:
-        return self.max_seconds is not None and time.perf_counter() - _STARTED >= self.max_seconds
+        """For `loop.run`."""
+        return self.remaining() <= 0
 
     def say(self, line: str) -> None:
         """To the terminal and to `log.txt`."""
@@ -209,6 +215,8 @@ def _finished(out: Path, stage: str, settings: _Settings) -> bool:
 
 
 def _train_vae(job: _Job, steps: int | None, seed: int | None) -> bool:
+    import torch
+
     from wanfp4.samples.loop import History, run
     from wanfp4.samples.vae_stage import VaeSettings, VaeStage
 
@@ -218,7 +226,10 @@ def _train_vae(job: _Job, steps: int | None, seed: int | None) -> bool:
         return True
     stage = VaeStage(settings, job.device, compiled=job.compiled)
     job.say(f"vae: {settings.clips} clips drawn")
-    if not run(stage, job.out, stop=job.stop, say=job.say):
+    torch.backends.cudnn.benchmark = True  # every step has the same shapes; what follows does not
+    done = run(stage, job.out, stop=job.stop, say=job.say)
+    torch.backends.cudnn.benchmark = False
+    if not done:
         return False
     result = stage.finish(job.out)
     job.say(f"vae: {json.dumps(result)}")
@@ -226,21 +237,21 @@ def _train_vae(job: _Job, steps: int | None, seed: int | None) -> bool:
     return True
 
 
-def _train_dit(job: _Job, steps: int | None, seed: int | None, weights: Path | None, vae_file: Path | None) -> bool:
+def _train_dit(job: _Job, steps: int | None, seed: int | None, weights: Path | None, given_vae: Path | None) -> bool:
     from wanfp4.samples.loop import HELD_OUT, History, checkpoint, run
     from wanfp4.samples.transformer_stage import TransformerSettings, TransformerStage
-    from wanfp4.samples.vae_stage import load_vae
+    from wanfp4.samples.vae_stage import load_vae, save_vae
 
     settings = _chosen(TransformerSettings, job.given.get("transformer", {}), steps=steps, seed=seed)
     stored = job.out / "vae.safetensors"
-    if vae_file is not None and vae_file.resolve() != stored.resolve():
-        load_vae(vae_file)
-        shutil.copyfile(vae_file, stored)
+    if given_vae is not None:
+        module = load_vae(given_vae)
+        save_vae(module, stored, {name: module.config[name] for name in ("latents_mean", "latents_std")})
     if (job.out / "transformer.safetensors").is_file() and _finished(job.out, "transformer", settings):
         job.say("transformer: done already")
         return True
-    if job.stop(0):
-        job.say("transformer: not begun, the time is up; the same command goes on from here")
+    if job.remaining() < 60:  # drawing and encoding the clips takes about as long on a GPU
+        job.say("transformer: not begun, the time is nearly up; the same command goes on from here")
         return False
     stage = TransformerStage(
         settings, load_vae(stored), job.device, compiled=job.compiled, cache=writable_folder(job.out / "state")

@@ -207,7 +207,14 @@ def save_vae(vae: Any, path: Path, config: Json) -> None:
 
 
 def load_vae(path: Path) -> Any:
-    """The VAE of `save_vae`, float32 on the CPU. Raises ModelError when the file is missing or is not one."""
+    """The VAE of a file of `save_vae` or of a diffusers folder, float32 on the CPU.
+
+    Raises ModelError when there is none, or the file is another.
+    """
+    if path.is_dir():
+        from wanfp4.processors.pipelines import load_vae as load_folder
+
+        return load_folder(path, device="cpu", dtype="fp32").eval()
     if not path.is_file():
         raise ModelError(f"{str(path)!r} is missing: train the VAE first")
     try:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from wanfp4.errors import ModelError, OutputError
-from wanfp4.samples import models, train
+from wanfp4.samples import bundled, models, train
 from wanfp4.samples.data import HELD_OUT
 from wanfp4.samples.loop import Average, History, TrainingError, checkpoint, run, step_random, warm_up_and_decay
 from wanfp4.samples.transformer_stage import LatentPool, TransformerSettings, TransformerStage
@@ -349,6 +349,21 @@ def test_the_exported_folder_is_a_plain_wan_pipeline(whole_run: Path) -> None:
     weights = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
     own = load_file(whole_run / "transformer.safetensors")
     assert equal(weights, own)
+
+
+def test_the_second_stage_alone_with_a_pipelines_vae(whole_run: Path, tmp_path: Path) -> None:
+    settings = str(whole_run.parent / "settings.json")
+    command = ["dit", "--out", str(tmp_path), "--settings", settings, "--device", "cpu", "--steps", "2"]
+    result = CliRunner().invoke(train.app, [*command, "--vae", str(bundled())])
+    assert result.exit_code == 0, result.output
+    target = train.export_pipeline(tmp_path, tmp_path / "pipeline")
+    for name in ("vae/config.json", "vae/diffusion_pytorch_model.safetensors"):
+        ours, own = (folder / name for folder in (target, bundled()))
+        if name.endswith("json"):
+            ours, own = (json.loads(path.read_text())["latents_std"] for path in (ours, own))
+            assert ours == own
+        else:
+            assert equal(load_file(ours), load_file(own))
 
 
 def test_export_keeps_card_and_defaults(whole_run: Path, tmp_path: Path) -> None:
