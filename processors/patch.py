@@ -59,6 +59,15 @@ def patch(
             f"strict: {len(left_alone)} self-attentions would keep the pipeline's own attention; "
             f"{first.expert} {first.module}: {first.reason}"
         )
+    for i, rule in enumerate(chosen.rules):
+        # The clock's sigma is not known yet; what can be known is that no layer or expert of this model is meant.
+        anywhere = rule.sigma[0] if rule.sigma else None
+        if not any(
+            rule.matches(site.layer, site.num_layers, anywhere, expert.name)
+            for expert in experts
+            for _, _, site in expert.attentions
+        ):
+            log.warning("rules[%d] of policy %r names no layer of this pipeline, so it never applies", i, chosen.name)
     for earlier in {id(s): s for expert in experts for s in _sessions_in(expert.transformer)}.values():
         earlier.handle.restore()
     return Patch(pipe, chosen, backend, strict, experts, left_alone)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wanfp4.errors import BackendError, FallbackError
 from wanfp4.kernels import dispatch, ops
-from wanfp4.policy import EXACT, NO_SIGMA, Policy, policies
+from wanfp4.policy import EXACT, Policy, policies
 from wanfp4.processors.wan import Wan4BitAttnProcessor
 from wanfp4.receipt import PIPELINE, Ledger, Ran
 
@@ -153,14 +153,13 @@ class Session:
             return _pipeline_attention(q, k, v, processor)
         place = self.sites[expert][site]
         step, sigma, branch = self.clock.now()
-        numerics, reason = self.policy.resolve(
+        numerics, reason, fallback = self.policy.resolve(
             layer=place.layer,
             num_layers=place.num_layers,
             sigma=sigma,
             expert=self.experts[expert],
             tokens=q.shape[1],
         )
-        fallback = reason is not None and reason.endswith(NO_SIGMA)
         backend = self.backend
         if numerics.is_exact:
             backend = self._exact_backend

@@ -1,5 +1,6 @@
 """Policies: validation that lists what exists, JSON both ways, rules that survive a change of steps."""
 
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -125,6 +126,11 @@ def test_presets_by_name_inside_json():
         (lambda: Numerics(p="mxfp4-direct", p_peak=256), "p_peak has no meaning"),
         (lambda: Numerics(p="fp8", margin=3), "margin belongs to an anchor"),
         (lambda: Numerics(qk="nvfp4", p="bf16", denominator="codes"), "needs rounded codes"),
+        (lambda: Numerics(global_scale=True), "global_scale scales NVFP4 operands; qk is 'exact'"),
+        (lambda: Numerics(denominator="codes"), "needs rounded codes"),
+        (lambda: Guard(10, 100), "guard.stored_shift must be a whole number from 0 to 64"),
+        (lambda: get_policy(policies()["wan-fast"].with_(numerics="nvfp4")), "other numerics than the preset of that"),
+        (lambda: Policy("x", rules=5), "policy.rules must be a list, not 5"),
         (lambda: Classifier("cubic"), f"choose from {', '.join(CLASSIFIERS)}"),
         (lambda: Classifier("exp2", A=1.0), "classifier.A has no meaning"),
         (lambda: Classifier("affine", A=-1, B=9), "slopes must be positive"),
@@ -145,6 +151,58 @@ def test_presets_by_name_inside_json():
 def test_errors_say_what_exists(make, message):
     with pytest.raises(PolicyError, match=message):
         make()
+
+
+JUNK = (None, 5, "text", True, [], {}, [3], {"x": 1}, [[]], 1e400)
+
+
+def every_place(value):
+    """Every place of a policy file at which junk may stand: each field of each object, and each list's items."""
+    yield ()
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        for rest in every_place(value[key]):
+            yield (key, *rest)
+
+
+@pytest.mark.parametrize("junk", JUNK, ids=str)
+def test_junk_anywhere_in_a_file_is_a_policy_error(junk):
+    """Never another exception: the file is the user's, and the sentence must say what is wrong with it."""
+    whole = Policy("mine", "wan-fast", (Rule("bf16", (0, -1), (0.5, 1.0), "transformer"),), Guard()).to_dict()
+    for place in every_place(whole):
+        data = json.loads(json.dumps(whole))
+        if place:
+            holder = data
+            for key in place[:-1]:
+                holder = holder[key]
+            holder[place[-1]] = junk
+        else:
+            data = junk
+        with contextlib.suppress(PolicyError):
+            Policy.from_dict(data)
+
+
+@pytest.mark.parametrize("field", ["name", "numerics"])
+def test_missing_fields_are_named(field):
+    data = {"schema": 1, "name": "mine", "rules": [{"numerics": "bf16"}]}
+    del (data if field == "name" else data["rules"][0])[field]
+    with pytest.raises(PolicyError, match=f"field '{field}'"):
+        Policy.from_dict(data)
+
+
+def test_a_byte_order_mark_is_not_part_of_a_file(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(policies()["nvfp4"].with_(name="mine").to_json(), encoding="utf-8-sig")
+    assert get_policy(path).name == "mine"
+
+
+@given(st.floats(0, 126), st.integers(0, 126), st.sampled_from(["raw", "log2"]))
+def test_a_guard_that_exists_can_be_applied(margin, shift, unit):
+    try:
+        guard = Guard(margin, shift, unit)
+    except PolicyError:
+        return
+    for policy in policies().values():
+        guard.apply(policy.numerics)
 
 
 def test_policies_are_frozen():
@@ -173,15 +231,17 @@ def test_first_matching_rule_wins():
         min_tokens=500,
     )
     preset = {name: p.numerics for name, p in policies().items()}
-    assert resolve(policy) == (EXACT, "rules[0]")
-    assert resolve(policy, layer=7) == (EXACT, "rules[0]")
-    assert resolve(policy, layer=3) == (preset["wan-fast"], None)
-    assert resolve(policy, layer=3, sigma=0.8) == (preset["wan-two-piece"], None)
-    assert resolve(policy, layer=3, sigma=0.9, expert="transformer_2") == (preset["nvfp4"], None)
-    assert resolve(policy, layer=3, tokens=499) == (EXACT, "499 tokens, fewer than min_tokens=500")
-    numerics, reason = resolve(policy, layer=3, sigma=None)
-    assert numerics is EXACT
-    assert "sigma" in reason
+    assert resolve(policy) == (EXACT, "rules[0]", False)
+    assert resolve(policy, layer=7) == (EXACT, "rules[0]", False)
+    assert resolve(policy, layer=3) == (preset["wan-fast"], None, False)
+    assert resolve(policy, layer=3, sigma=0.8) == (preset["wan-two-piece"], None, False)
+    assert resolve(policy, layer=3, sigma=0.9, expert="transformer_2") == (preset["nvfp4"], None, False)
+    assert resolve(policy, layer=3, tokens=499) == (EXACT, "499 tokens, fewer than min_tokens=500", False)
+    unknown = resolve(policy, layer=3, sigma=None)
+    assert unknown.numerics is EXACT
+    assert unknown.fallback
+    assert unknown.reason == "rules[2] asks for sigma, which this pipeline does not tell"
+    assert not resolve(policy, layer=0, sigma=None).fallback  # an earlier rule decides without it
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0, 5.0])

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from wanfp4.errors import PolicyError
 
@@ -29,9 +29,7 @@ ROW_REFERENCES = ("shiftless", "anchor32", "anchor128", "rowmax")
 MARGIN_UNITS = ("raw", "log2")
 DENOMINATORS = ("codes", "exact")
 EXPERTS = ("transformer", "transformer_2")
-
-# End of the reason that `Policy.resolve` gives where it cannot tell what the policy wants: a fallback, not a wish.
-NO_SIGMA = "asks for sigma, which this pipeline does not tell"
+MAX_STORED_SHIFT = 64
 
 _T = TypeVar("_T")
 
@@ -62,7 +60,19 @@ def _build(cls: type[_T], data: object, where: str) -> _T:
     unknown = sorted(set(data) - set(names))
     if unknown:
         raise PolicyError(f"{where} has no field {', '.join(map(repr, unknown))}; its fields are {', '.join(names)}")
+    needed = [
+        f.name for f in dataclasses.fields(cast(Any, cls)) if f.default is f.default_factory is dataclasses.MISSING
+    ]
+    missing = [name for name in needed if name not in data]
+    if missing:
+        raise PolicyError(f"{where} needs the field {', '.join(map(repr, missing))}")
     return cls(**data)
+
+
+def _sequence(owner: str, name: str, value: object) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise PolicyError(f"{owner}.{name} must be a list, not {value!r}")
+    return tuple(value)
 
 
 @dataclass(frozen=True)
@@ -149,8 +159,9 @@ class Numerics:
     global_scale: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.classifier, Mapping):
-            object.__setattr__(self, "classifier", _build(Classifier, self.classifier, "numerics.classifier"))
+        classifier: object = self.classifier  # a JSON object when the policy comes from a file
+        if not isinstance(classifier, Classifier):
+            object.__setattr__(self, "classifier", _build(Classifier, classifier, "numerics.classifier"))
         for name, allowed in (
             ("qk", QK_FORMATS),
             ("p", P_FORMATS),
@@ -161,7 +172,7 @@ class Numerics:
         ):
             _choose("numerics", name, getattr(self, name), allowed)
         _number("numerics", "margin", self.margin, 0, 126)
-        _number("numerics", "stored_shift", self.stored_shift, 0, 64, whole=True)
+        _number("numerics", "stored_shift", self.stored_shift, 0, MAX_STORED_SHIFT, whole=True)
         _number("numerics", "p_peak", self.p_peak, 2**-8, 2688)
         for name in ("smooth_k", "smooth_q", "smooth_v", "global_scale"):
             _flag("numerics", name, getattr(self, name))
@@ -179,15 +190,18 @@ class Numerics:
             raise PolicyError(f"stored_shift shifts E8M0 bytes of p='mxfp4-direct'; with p={self.p!r} it must be 0")
         if direct and self.p_peak != 1:
             raise PolicyError("p_peak has no meaning for p='mxfp4-direct' (powers of two cancel); leave it 1")
+        if self.global_scale and not {"nvfp4", "nvfp4-folded"} & {self.qk, self.v}:
+            raise PolicyError(f"global_scale scales NVFP4 operands; qk is {self.qk!r} and v is {self.v!r}")
         if self.margin and not self.row_reference.startswith("anchor"):
             raise PolicyError(f"margin belongs to an anchor; row_reference is {self.row_reference!r}")
-        if not self.is_exact and self.p in ("exact", "bf16") and self.denominator == "codes":
+        if self.p in ("exact", "bf16") and self.denominator == "codes":
             raise PolicyError(f"denominator 'codes' needs rounded codes; numerics.p is {self.p!r}")
 
     @property
     def is_exact(self) -> bool:
-        """True when nothing is rounded: the pipeline's own attention."""
-        return self.qk == self.p == self.v == "exact"
+        """True when nothing is rounded or smoothed: the pipeline's own attention."""
+        smooth = self.smooth_k or self.smooth_q or self.smooth_v
+        return self.qk == self.p == self.v == "exact" and self.row_reference == "rowmax" and not smooth
 
     @property
     def label(self) -> str:
@@ -220,7 +234,7 @@ class Guard:
 
     def __post_init__(self) -> None:
         _number("guard", "margin", self.margin, 0, 126)
-        _number("guard", "stored_shift", self.stored_shift, 0, 126, whole=True)
+        _number("guard", "stored_shift", self.stored_shift, 0, MAX_STORED_SHIFT, whole=True)
         _choose("guard", "margin_unit", self.margin_unit, MARGIN_UNITS)
         _number("guard", "logit_limit", self.logit_limit, 0, 1e6)
         if self.margin + self.stored_shift > 126:
@@ -259,14 +273,14 @@ class Rule:
     def __post_init__(self) -> None:
         object.__setattr__(self, "numerics", _numerics(self.numerics, "rule.numerics"))
         if self.layers is not None:
-            layers = tuple(self.layers)
+            layers = _sequence("rule", "layers", self.layers)
             for layer in layers:
                 _number("rule", "layers", layer, -10_000, 10_000, whole=True)
             if not layers:
                 raise PolicyError("rule.layers is empty, so the rule can never apply; leave it out to mean every layer")
             object.__setattr__(self, "layers", layers)
         if self.sigma is not None:
-            sigma = tuple(self.sigma)
+            sigma = _sequence("rule", "sigma", self.sigma)
             if len(sigma) != 2:
                 raise PolicyError(f"rule.sigma must be two numbers (low, high), not {self.sigma!r}")
             for value in sigma:
@@ -283,6 +297,15 @@ class Rule:
         if self.expert is not None and expert != self.expert:
             return False
         return self.sigma is None or (sigma is not None and self.sigma[0] <= sigma <= self.sigma[1])
+
+
+class Resolution(NamedTuple):
+    """What one attention call computes, why it is the pipeline's own attention where it is, and whether that is a
+    fallback rather than the policy's wish."""
+
+    numerics: Numerics
+    reason: str | None
+    fallback: bool = False
 
 
 @dataclass(frozen=True)
@@ -311,7 +334,8 @@ class Policy:
             raise PolicyError(f"policy.description must be a text, not {self.description!r}")
         object.__setattr__(self, "numerics", _numerics(self.numerics, "policy.numerics"))
         rules = tuple(
-            r if isinstance(r, Rule) else _build(Rule, r, f"policy.rules[{i}]") for i, r in enumerate(self.rules)
+            r if isinstance(r, Rule) else _build(Rule, r, f"policy.rules[{i}]")
+            for i, r in enumerate(_sequence("policy", "rules", self.rules))
         )
         object.__setattr__(self, "rules", rules)
         guard: object = self.guard  # a JSON object when the policy comes from a file
@@ -321,16 +345,16 @@ class Policy:
 
     def resolve(
         self, *, layer: int, num_layers: int, sigma: float | None, expert: str = "transformer", tokens: int
-    ) -> tuple[Numerics, str | None]:
-        """The numerics of one attention call, and why it is the pipeline's own attention where it is."""
+    ) -> Resolution:
+        """What one attention call computes; `sigma` is None where the pipeline does not tell it."""
         if tokens < self.min_tokens:
-            return EXACT, f"{tokens} tokens, fewer than min_tokens={self.min_tokens}"
+            return Resolution(EXACT, f"{tokens} tokens, fewer than min_tokens={self.min_tokens}")
         for i, rule in enumerate(self.rules):
             if rule.sigma is not None and sigma is None and rule.matches(layer, num_layers, rule.sigma[0], expert):
-                return EXACT, f"rules[{i}] {NO_SIGMA}"
+                return Resolution(EXACT, f"rules[{i}] asks for sigma, which this pipeline does not tell", fallback=True)
             if rule.matches(layer, num_layers, sigma, expert):
-                return rule.numerics, f"rules[{i}]" if rule.numerics.is_exact else None
-        return self.numerics, f"policy {self.name!r}" if self.numerics.is_exact else None
+                return Resolution(rule.numerics, f"rules[{i}]" if rule.numerics.is_exact else None)
+        return Resolution(self.numerics, f"policy {self.name!r}" if self.numerics.is_exact else None)
 
     def with_(self, **changes: Any) -> Policy:
         """A copy with fields of the policy changed: `policy.with_(name="mine", min_tokens=1024)`."""
@@ -370,7 +394,7 @@ class Policy:
         text = str(source)
         if isinstance(source, Path) or not text.lstrip().startswith("{"):
             try:
-                text = Path(source).read_text(encoding="utf-8")
+                text = Path(source).read_text(encoding="utf-8-sig")
             except (OSError, UnicodeDecodeError) as error:
                 raise PolicyError(f"cannot read policy file {str(source)!r}: {error}") from None
         try:
@@ -396,12 +420,17 @@ def policies() -> dict[str, Policy]:
 
 
 def get_policy(policy: str | Path | Policy) -> Policy:
-    """A `Policy` from itself, a preset's name, or the path of a JSON file (anything that ends in .json)."""
-    if isinstance(policy, Policy):
-        return policy
+    """A `Policy` from itself, a preset's name, or the path of a JSON file (anything that ends in .json).
+
+    Raises PolicyError, also for a policy with a preset's name and other numerics: receipts and reports go by the name.
+    """
     known = policies()
     if isinstance(policy, str) and policy in known:
         return known[policy]
     if isinstance(policy, Path) or (isinstance(policy, str) and policy.endswith(".json")):
-        return Policy.from_json(Path(policy))
-    raise PolicyError(f"unknown policy {policy!r}; presets are {', '.join(known)}; a path must end in .json")
+        policy = Policy.from_json(Path(policy))
+    if not isinstance(policy, Policy):
+        raise PolicyError(f"unknown policy {policy!r}; presets are {', '.join(known)}; a path must end in .json")
+    if policy.name in known and policy.numerics != known[policy.name].numerics:
+        raise PolicyError(f"policy {policy.name!r} has other numerics than the preset of that name; give it a new name")
+    return policy

@@ -478,3 +478,23 @@ def test_pipelines_without_a_wan_transformer_are_refused_with_what_they_hold():
     empty.transformer = None
     with pytest.raises(ModelError, match="its models are"):
         wanfp4.patch(empty)
+
+
+@pytest.mark.parametrize(
+    ("rule", "dead"),
+    [
+        (wanfp4.Rule("bf16", layers=(50,)), True),
+        (wanfp4.Rule("bf16", layers=(-3,)), True),
+        (wanfp4.Rule("bf16", expert="transformer_2", sigma=(0.0, 0.5)), True),
+        (wanfp4.Rule("bf16", layers=(0, 50)), False),
+        (wanfp4.Rule("bf16", layers=(-1,), sigma=(0.9, 1.0)), False),
+    ],
+)
+def test_a_rule_that_names_no_layer_of_the_model_is_said(rule, dead, caplog):
+    pipe = tiny_pipeline()
+    with (
+        caplog.at_level(logging.WARNING, logger="wanfp4"),
+        wanfp4.patch(pipe, wanfp4.Policy("mine", "wan-fast", rules=(rule,))),
+    ):
+        pass
+    assert ("rules[0] of policy 'mine' names no layer of this pipeline" in caplog.text) == dead
