@@ -59,7 +59,7 @@ def presets() -> tuple[Policy, ...]:
         Policy(
             "wan-two-piece-nv",
             two_piece_nv,
-            description="Two affine pieces on NVFP4 P and V (E4M3 scales per 16): no exponential, most accurate.",
+            description="Two affine pieces on NVFP4 P and V (E4M3 scales per 16): close to nvfp4, no exponential.",
         ),
         Policy(
             "direct-p-fast",
