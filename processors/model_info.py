@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from wanfp4.errors import ModelError, SettingsError, UnsupportedInputError
+from wanfp4.processors.model_files import absent_weights, from_folder, from_hub, read_json
 
 HEAD_DIM = 128
 DEFAULTS_FILE = "wanfp4_defaults.json"
@@ -219,7 +219,7 @@ def inspect_model(model: str | Path) -> ModelInfo:
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
-        return _build(str(model), folder, lambda name: _from_folder(folder, name))
+        return _build(str(model), folder, lambda name: from_folder(folder, name))
     if folder.exists():
         raise ModelError(f"{str(model)!r} is a file; a model is a diffusers folder with model_index.json, or a Hub id")
     # "models/wan" beside a folder models/ is a path with a slip in it; asking the Hub for it would only take time.
@@ -228,8 +228,8 @@ def inspect_model(model: str | Path) -> ModelInfo:
             f"there is no folder {str(model)!r}; a model is a diffusers folder with model_index.json, "
             "or a Hugging Face Hub id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
         )
-    folder = _from_hub(model, "model_index.json").parent
-    return _build(model, folder, lambda name: _from_hub(model, name))
+    folder = from_hub(model, "model_index.json").parent
+    return _build(model, folder, lambda name: from_hub(model, name))
 
 
 def info_of(pipe: Any) -> ModelInfo:
@@ -248,56 +248,11 @@ def info_of(pipe: Any) -> ModelInfo:
     return _with_own_defaults(info, Path(origin)) if origin else info
 
 
-def _from_folder(folder: Path, name: str) -> Path:
-    path = folder / name
-    if path.is_file():
-        return path
-    if name == "model_index.json":
-        found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
-        raise ModelError(f"{folder} is not a diffusers model: it has no model_index.json (found {found})")
-    raise ModelError(f"{folder} is incomplete: model_index.json names {Path(name).parent}, but {name} is missing")
-
-
-def _from_hub(repo: str, name: str) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RemoteEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
-
-    try:
-        return Path(hf_hub_download(repo, name))
-    except GatedRepoError:
-        raise ModelError(f"{repo} on the Hugging Face Hub asks for access first; log in with `hf auth login`") from None
-    except RepositoryNotFoundError:
-        raise ModelError(f"{repo!r} is neither a folder here nor a model on the Hugging Face Hub") from None
-    except RemoteEntryNotFoundError:
-        raise ModelError(f"{repo} on the Hugging Face Hub has no {name}, so it is not a diffusers Wan model") from None
-    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
-        raise ModelError(
-            f"{repo!r} is not a folder here, is not in the local cache of the Hugging Face Hub, "
-            f"and the Hub cannot be reached ({type(error).__name__})"
-        ) from None
-
-
 def _build(model: str, folder: Path, locate: Callable[[str], Path]) -> ModelInfo:
-    index = _read(locate("model_index.json"))
-    info = _assemble(model, folder, index, lambda name: _read(locate(f"{name}/{_CONFIG.get(name, 'config.json')}")))
-    return _with_own_defaults(dataclasses.replace(info, offline=_absent(folder, index)), folder)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"cannot read {path}: {error}") from None
-    if not isinstance(data, dict):
-        raise ModelError(f"{path} must hold a JSON object, not {type(data).__name__}")
-    return data
+    index = read_json(locate("model_index.json"))
+    info = _assemble(model, folder, index, lambda name: read_json(locate(f"{name}/{_CONFIG.get(name, 'config.json')}")))
+    parts = [name for name in (*_EXPERTS, "vae", "text_encoder", "image_encoder") if _class_of(index, name)]
+    return _with_own_defaults(dataclasses.replace(info, offline=absent_weights(folder, parts)), folder)
 
 
 def _class_of(index: Mapping[str, Any], name: str) -> str | None:
@@ -316,42 +271,76 @@ def _assemble(
     if not wan or not isinstance(pipeline_class, str):
         held = ", ".join(cls for cls in classes.values() if cls) or "no transformer"
         raise ModelError(f"{model} is not a Wan pipeline: its class is {pipeline_class} and it holds {held}")
-    try:
-        # Missing keys have the defaults of diffusers' own classes: published configs leave some of them out.
-        experts = tuple(_expert(name, str(classes[name]), config(name)) for name in wan)
-        vae = config("vae") if _class_of(index, "vae") else {}
-        scheduler = config("scheduler") if _class_of(index, "scheduler") else {}
-        shift = scheduler.get("flow_shift", scheduler.get("shift"))
-        ratio = index.get("boundary_ratio")
-        info = ModelInfo(
-            model=model,
-            pipeline_class=pipeline_class,
-            folder=folder,
-            experts=experts,
-            spatial=int(vae.get("scale_factor_spatial", 8)),
-            temporal=int(vae.get("scale_factor_temporal", 4)),
-            latent_channels=int(vae.get("z_dim", 16)),
-            scheduler_class=_class_of(index, "scheduler") or "none",
-            scheduler_shift=None if shift is None else float(shift),
-            boundary_ratio=None if ratio is None else float(ratio),
-            expand_timesteps=bool(index.get("expand_timesteps")),
-        )
-    except (TypeError, ValueError) as error:
-        raise ModelError(f"a config of {model} holds a value of the wrong kind: {error}") from None
+    # Missing keys have the defaults of diffusers' own classes: published configs leave some of them out.
+    experts = tuple(_expert(name, str(classes[name]), _Config(model, name, config(name))) for name in wan)
+    vae = _Config(model, "vae", config("vae") if _class_of(index, "vae") else {})
+    scheduler = _Config(model, "scheduler", config("scheduler") if _class_of(index, "scheduler") else {})
+    shift = "flow_shift" if "flow_shift" in scheduler.values else "shift"
+    info = ModelInfo(
+        model=model,
+        pipeline_class=pipeline_class,
+        folder=folder,
+        experts=experts,
+        spatial=vae.whole("scale_factor_spatial", 8),
+        temporal=vae.whole("scale_factor_temporal", 4),
+        latent_channels=vae.whole("z_dim", 16),
+        scheduler_class=_class_of(index, "scheduler") or "none",
+        scheduler_shift=scheduler.number(shift),
+        boundary_ratio=_Config(model, "model_index.json", index).number("boundary_ratio"),
+        expand_timesteps=bool(index.get("expand_timesteps")),
+    )
     defaults, source = _known_defaults(info)
     return dataclasses.replace(info, defaults=defaults, source=source)
 
 
-def _expert(name: str, cls: str, config: Mapping[str, Any]) -> Expert:
-    time, height, width = config.get("patch_size", (1, 2, 2))
+@dataclass(frozen=True)
+class _Config:
+    """A config whose values are checked as they are read; each ModelError names model, part, field and value."""
+
+    model: str
+    part: str
+    values: Mapping[str, Any]
+
+    def whole(self, name: str, default: int) -> int:
+        """A whole number from 1; null is what a missing field is."""
+        value = self.values.get(name)
+        return default if value is None else self._whole(name, value)
+
+    def number(self, name: str) -> float | None:
+        """A finite number from 0, None where there is none."""
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise self._error(f"{name} must be a number from 0, not {value!r}")
+        return float(value)
+
+    def triple(self, name: str, default: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Three whole numbers from 1."""
+        values = self.values.get(name, default)
+        if not isinstance(values, (list, tuple)) or len(values) != 3:
+            raise self._error(f"{name} must be three whole numbers, not {values!r}")
+        first, second, third = (self._whole(name, value) for value in values)
+        return first, second, third
+
+    def _whole(self, name: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self._error(f"{name} must hold whole numbers from 1, not {value!r}")
+        return value
+
+    def _error(self, fault: str) -> ModelError:
+        return ModelError(f"the config of {self.part} in {self.model} is wrong: {fault}")
+
+
+def _expert(name: str, cls: str, config: _Config) -> Expert:
     return Expert(
         name=name,
         transformer_class=cls,
-        heads=int(config.get("num_attention_heads", 40)),
-        layers=int(config.get("num_layers", 40)),
-        head_dim=int(config.get("attention_head_dim", 128)),
-        patch=(int(time), int(height), int(width)),
-        rope_limit=int(config.get("rope_max_seq_len", 1024)),
+        heads=config.whole("num_attention_heads", 40),
+        layers=config.whole("num_layers", 40),
+        head_dim=config.whole("attention_head_dim", 128),
+        patch=config.triple("patch_size", (1, 2, 2)),
+        rope_limit=config.whole("rope_max_seq_len", 1024),
     )
 
 
@@ -377,7 +366,7 @@ def _with_own_defaults(info: ModelInfo, folder: Path) -> ModelInfo:
     path = folder / DEFAULTS_FILE
     if not path.is_file():
         return info
-    data = _read(path)
+    data = read_json(path)
     prompt = data.pop("prompt", None)
     known = [f.name for f in dataclasses.fields(Settings)]
     unknown = sorted(set(data) - set(known))
@@ -391,21 +380,3 @@ def _with_own_defaults(info: ModelInfo, folder: Path) -> ModelInfo:
     except SettingsError as error:
         raise ModelError(f"{path}: {error}") from None
     return dataclasses.replace(info, defaults=defaults, source=DEFAULTS_FILE, prompt=prompt)
-
-
-def _absent(folder: Path, index: Mapping[str, Any]) -> tuple[str, ...]:
-    """Components with weights that `folder` does not hold in full."""
-    absent = []
-    for name in (*_EXPERTS, "vae", "text_encoder", "image_encoder"):
-        if _class_of(index, name) is None:
-            continue
-        part = folder / name
-        shards: set[str] = set()
-        for listing in part.glob("*.index.json"):
-            shards.update(_read(listing).get("weight_map", {}).values())
-        missing = sorted(shard for shard in shards if not (part / shard).is_file())
-        if missing:
-            absent.append(f"{name}: {len(missing)} of {len(shards)} weight files are missing ({missing[0]} …)")
-        elif not any(part.glob("*.safetensors")) and not any(part.glob("*.bin")):
-            absent.append(f"{name}: no weights in {name}/")
-    return tuple(absent)

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wanfp4.errors import ModelError, SettingsError, UnsupportedInputError
+from wanfp4.errors import ModelError, SettingsError, UnsupportedInputError, brief
+from wanfp4.processors.model_files import broken_file
 from wanfp4.processors.model_info import Expert, ModelInfo, Settings, info_of, inspect_model
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "load_pipeline",
     "load_vae",
     "pick_device",
+    "require_weights",
     "set_shift",
     "shifted",
     "unknown_words",
@@ -87,32 +89,19 @@ def _dtypes(dtype: str, device: torch.device) -> Any:
     return DTYPES[dtype]
 
 
-def _loading(model: str | Path, what: str, load: Callable[[], _T]) -> _T:
-    from safetensors import SafetensorError
-
+def _loading(info: ModelInfo, what: str, load: Callable[[], _T]) -> _T:
     try:
         return load()
     except torch.OutOfMemoryError as error:
-        raise ModelError(f"{what} of {model} does not fit into memory: {_first_line(error)}") from error
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        ImportError,
-        SafetensorError,
-    ) as error:
-        raise ModelError(f"cannot load {what} of {model}: {_first_line(error)}") from error
+        raise ModelError(f"{what} does not fit into memory: {brief(error)}") from error
+    # Whatever a part's files hold, its library fails on in its own way; tokenizers raises bare Exceptions.
+    except Exception as error:
+        fault = (broken_file(info.folder) if info.folder is not None else None) or brief(error)
+        raise ModelError(f"cannot load {what}: {fault}") from error
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
-
-
-def _require_weights(info: ModelInfo, parts: tuple[str, ...] | None = None) -> None:
+def require_weights(info: ModelInfo, parts: tuple[str, ...] | None = None) -> None:
+    """Raise ModelError when a model folder lacks weight files, of `parts` only if given. Nothing loads."""
     absent = [a for a in info.offline if parts is None or a.partition(":")[0] in parts]
     # A Hub id may lack weights here: diffusers downloads them.
     if absent and Path(info.model).expanduser().is_dir():
@@ -146,21 +135,21 @@ def load_pipeline(
     place = pick_device(device) if isinstance(device, str) else device
     dtypes = _dtypes(dtype, place)
     check_offload(offload, place)
-    _require_weights(info)
+    require_weights(info)
 
     import diffusers
 
     cls = getattr(diffusers, info.pipeline_class, None)
     if cls is None:
         raise ModelError(f"{model} is a {info.pipeline_class}, which diffusers {diffusers.__version__} does not have")
-    pipe = _loading(model, "the weights", lambda: cls.from_pretrained(str(model), dtype=dtypes))
+    pipe = _loading(info, info.model, lambda: cls.from_pretrained(str(model), dtype=dtypes))
     _require_filled(model, pipe)
     if offload == "model":
         pipe.enable_model_cpu_offload(device=place)
     elif offload == "sequential":
         pipe.enable_sequential_cpu_offload(device=place)
     else:
-        _loading(model, "the weights", lambda: pipe.to(place))
+        _loading(info, info.model, lambda: pipe.to(place))
     return pipe
 
 
@@ -179,14 +168,14 @@ def load_vae(model: str | Path, *, device: str | torch.device = "auto", dtype: s
     info = inspect_model(model)
     place = pick_device(device) if isinstance(device, str) else device
     dtypes = _dtypes(dtype, place)
-    _require_weights(info, ("vae",))
+    require_weights(info, ("vae",))
 
     from diffusers import AutoencoderKLWan
 
     chosen = dtypes["vae"] if isinstance(dtypes, dict) else dtypes
     return _loading(
-        model,
-        "the VAE",
+        info,
+        f"the VAE of {model}",
         lambda: AutoencoderKLWan.from_pretrained(str(model), subfolder="vae", dtype=chosen).to(place),
     )
 

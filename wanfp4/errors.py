@@ -41,3 +41,10 @@ class SettingsError(Wanfp4Error, ValueError):
 
 class OutputError(Wanfp4Error, OSError):
     """A file or folder that cannot be written."""
+
+
+def brief(error: BaseException) -> str:
+    """An error of another library as one line: its class and first sentence. A line that ends in ":" leads the next."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    end = next((i for i, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1)
+    return ": ".join([type(error).__name__, " ".join(lines[: end + 1])]) if lines else type(error).__name__
