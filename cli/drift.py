@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wanfp4.cli import common
+from wanfp4.cli.latents import refuse_inputs
 from wanfp4.errors import OutputError, SettingsError
 from wanfp4.processors.model_info import inspect_model
 
@@ -61,7 +62,7 @@ def drift(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the report goes.")] = Path(
         "drift-report"
     ),
-    force: Annotated[bool, typer.Option("--force", help="Overwrite a finished report.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a finished report, its clips included.")] = False,
 ) -> None:
     """Measure what policies cost in quality, against the pipeline's own attention.
 
@@ -74,8 +75,8 @@ def drift(
     wanfp4 drift --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --prompts prompts.txt --steps 20
     wanfp4 drift --budget 0.1 --budget psnr=25          fails in CI when the policy got worse
     """
-    named = common.model_or_bundled(model)
-    info = inspect_model(named)
+    named, source = common.named_model(model)
+    info = inspect_model(source)
     settings = info.settings(
         height=height,
         width=width,
@@ -104,27 +105,32 @@ def drift(
     pipelines.check_dtype(dtype)
     pipelines.check_offload(offload, place)
     check_backend(plan.policies, backend, place)
+    inputs = [*(Path(name.strip()) for name in policies.split(",")), *([prompts] if prompts is not None else [])]
+    for page in PAGES:
+        refuse_inputs(output / page, inputs)
     _check_output(output, force)
 
     from wanfp4.quality.drift import drift as measure
+    from wanfp4.quality.files import output_folder
 
-    with common.quiet_libraries():
-        pipe = pipelines.load_pipeline(named, device=place, dtype=dtype, offload=offload)
-    common.warn_of_unknown_words(pipe, plan.prompts)
-    report = measure(
-        pipe,
-        plan.policies,
-        plan.prompts,
-        plan.seeds,
-        settings=plan.settings,
-        backend=backend,
-        strict=strict,
-        budget=plan.budget,
-        partial=output,
-        model=model or "the bundled sample pipeline",
-        command=common.command_line(),
-    )
-    report.save(output)
+    with output_folder(output):
+        with common.quiet_libraries():
+            pipe = pipelines.load_pipeline(source, device=place, dtype=dtype, offload=offload)
+        common.warn_of_unknown_words(pipe, plan.prompts)
+        report = measure(
+            pipe,
+            plan.policies,
+            plan.prompts,
+            plan.seeds,
+            settings=plan.settings,
+            backend=backend,
+            strict=strict,
+            budget=plan.budget,
+            partial=output,
+            model=named,
+            command=common.command_line(),
+        )
+        report.save(output)
     for line in (*(str(output / page) for page in PAGES), "", *_table(report)):
         typer.echo(line)
     violations = report.check(plan.budget)
@@ -150,10 +156,8 @@ def _seeds(text: str) -> list[int]:
 
 
 def _check_output(folder: Path, force: bool) -> None:
-    """Raise OutputError unless a report can be written there and no finished one would be lost."""
+    """Raise OutputError when a finished report would be lost."""
     import json
-
-    from wanfp4.quality.files import writable_folder
 
     earlier = folder / "report.json"
     if not force and earlier.is_file():
@@ -163,7 +167,6 @@ def _check_output(folder: Path, force: bool) -> None:
             finished = True
         if finished:
             raise OutputError(f"{str(folder)!r} holds a finished report; choose another folder, or add --force")
-    writable_folder(folder)
 
 
 def _table(report: DriftReport) -> list[str]:
@@ -175,7 +178,7 @@ def _table(report: DriftReport) -> list[str]:
         s, ran = section["summary"], ", ".join(section["backend"]["calls"])
         rows.append(
             (
-                section["name"],
+                common.one_line(section["name"]),
                 figure(s["velocity"]["median"]),
                 figure(s["velocity_worst"]["median"]),
                 ratio(s.get("over_floor", 1)),

@@ -3,7 +3,7 @@
 For each prompt and seed, from the same noise:
 
 1. the reference, the pipeline as it is, whose trajectory is kept in memory;
-2. the noise floor: nothing rounded either, but another attention implementation (exact tiled FP32 attention);
+2. the noise floor: nothing rounded to 4 bits either, but another attention implementation (exact tiled FP32 attention);
 3. each policy.
 
 2 and 3 run twice, free and teacher-forced, and are compared with the reference as they go; only the reference is ever
@@ -43,9 +43,9 @@ from wanfp4.processors.pipelines import (
 from wanfp4.processors.wan import Wan4BitAttnProcessor
 from wanfp4.quality import metrics
 from wanfp4.quality.aggregate import Json, number, per_step, series, summary
-from wanfp4.quality.files import writable_folder
+from wanfp4.quality.files import output_folder
 from wanfp4.quality.metrics import Clip, Distance, distance
-from wanfp4.quality.plan import FLOOR, REFERENCE, Plan, make_plan
+from wanfp4.quality.plan import DEFAULT_SEEDS, FLOOR, REFERENCE, Plan, check_call, make_plan
 from wanfp4.quality.record import Seen, Trajectory, watching
 from wanfp4.quality.report import REPORT_KIND, SCHEMA_VERSION, DriftReport
 from wanfp4.quality.video import encode_jpeg, encode_mp4, strip
@@ -60,7 +60,7 @@ def drift(
     pipe: Any,
     policies: Sequence[str | Path | Policy] = ("wan-fast",),
     prompts: Sequence[str] | str = (),
-    seeds: Sequence[int] | int = (0,),
+    seeds: Sequence[int] | int = DEFAULT_SEEDS,
     steps: int | None = None,
     *,
     settings: Settings | None = None,
@@ -76,59 +76,76 @@ def drift(
     """Compare `policies` with the attention of `pipe`, an unpatched diffusers text-to-video pipeline.
 
     prompts   one or several; the model's example prompt when none is given and it has one.
-    seeds     of the initial noise, drawn on the CPU.
+    seeds     of the initial noise, drawn on the CPU; two by default, the fewest that show a spread.
     settings  size, steps, guidance, …; the model's defaults when None. `steps` overrides the one in it.
     backend, strict   as in `wanfp4.patch`.
     budget    limits to judge the policies by, as {"velocity": 0.1}; see `wanfp4.quality.budget.METRICS`.
     progress  a bar on stderr, over all steps of the whole job.
     partial   a folder that gets the report after every finished policy of a prompt and seed, marked incomplete, so that
-              a failure or Ctrl-C loses little. `DriftReport.save` writes the finished one.
+              a failure or Ctrl-C loses little. `DriftReport.save` writes the finished one. An earlier report in it is
+              removed when the first row, the noise floor's, is there; a folder made for nothing goes again.
     model, command    how the report names the model, and the command that makes it again.
-    call      more arguments for the pipeline's call.
+    call      more arguments for the pipeline's call, none of those that a job sets itself.
 
     Time: (3 + 2 · policies) runs for each prompt and seed. Memory: 2 · steps + 1 latents in float32, two decoded clips,
     and the compressed clips of all runs.
 
-    Raises PolicyError, BackendError, SettingsError, ModelError before the first step; FallbackError with `strict`.
+    Raises PolicyError, BackendError, SettingsError, ModelError, OutputError before the first step; FallbackError with
+    `strict`.
     """
     info = info_of(pipe)
     plan = make_plan(info, policies, prompts, seeds, steps, settings=settings, budget=budget)
+    check_call(pipe, call)
     attention = _attention_of(pipe, info)
     for policy in plan.policies:
         with patch(pipe, policy, backend, strict=strict):
             pass  # raises here what would otherwise be raised after the reference run
-    if partial is not None:
-        partial = writable_folder(partial)
 
-    report = DriftReport(_header(pipe, info, model, plan, backend, strict, command), budget=plan.budget)
+    report = DriftReport(_header(pipe, info, model, plan, backend, strict, command, call), budget=plan.budget)
     report.data["reference"]["attention"] = attention
-    floor = report.add_section(FLOOR, _floor_policy(), FLOOR_BACKEND, floor=True)
-    sections = [report.add_section(policy.name, policy, backend) for policy in plan.policies]
-    try:
-        with (
-            shifted(pipe, plan.settings.shift),
-            _quiet(pipe),
-            _said_once(),
-            tqdm(total=plan.runs * plan.settings.steps, unit="step", disable=not progress, dynamic_ncols=True) as bar,
-            logging_redirect_tqdm([log]),
-        ):
-            for p, prompt in enumerate(plan.prompts):
-                for seed in plan.seeds:
-                    job = _Job(pipe, plan.settings, prompt, p, seed, bar, call)
-                    reference, clip = job.reference(report)
-                    report.set_steps(reference.steps)
-                    for section in (floor, *sections):
-                        job.compare(report, section, reference, clip, strict)
-                        if partial is not None:
-                            report.save(partial, pages=False)
-    except BaseException:
-        # Ctrl-C too: the figures are in report.json already, the pages are what is missing.
-        if partial is not None and floor["runs"]:
-            report.save(partial)
-            log.warning("stopped early: what has finished is in %s, marked incomplete", partial)
-        raise
+    report.add_section(FLOOR, _floor_policy(), FLOOR_BACKEND, floor=True)
+    for policy in plan.policies:
+        report.add_section(policy.name, policy, backend)
+    with contextlib.nullcontext() if partial is None else output_folder(partial) as folder:
+        try:
+            _compare_all(pipe, plan, report, call, strict, progress, folder)
+        except BaseException:
+            # Ctrl-C too: the figures are in report.json already, the pages are what is missing.
+            if folder is not None and report.data["noise_floor"]["runs"]:
+                report.save(folder)
+                log.warning("stopped early: what has finished is in %s, marked incomplete", folder)
+            raise
     report.finish()
     return report
+
+
+def _compare_all(
+    pipe: Any,
+    plan: Plan,
+    report: DriftReport,
+    call: Mapping[str, Any],
+    strict: bool,
+    progress: bool,
+    folder: Path | None,
+) -> None:
+    """Every run of the job; the report so far goes into `folder` after each policy of a prompt and seed."""
+    steps = plan.runs * plan.settings.steps
+    with (
+        shifted(pipe, plan.settings.shift),
+        _quiet(pipe),
+        _said_once(),
+        tqdm(total=steps, unit="step", disable=not progress, dynamic_ncols=True) as bar,
+        _log_above_bar(),
+    ):
+        for p, prompt in enumerate(plan.prompts):
+            for seed in plan.seeds:
+                job = _Job(pipe, plan.settings, prompt, p, seed, bar, call)
+                reference, clip = job.reference(report)
+                report.set_steps(reference.steps)
+                for section in (report.data["noise_floor"], *report.policies):
+                    job.compare(report, section, reference, clip, strict)
+                    if folder is not None:
+                        report.save(folder, pages=False)
 
 
 @dataclasses.dataclass
@@ -257,7 +274,7 @@ class _Comparison:
 
 
 def _floor_policy() -> Policy:
-    text = "Nothing is rounded: exact tiled FP32 attention in place of the pipeline's own implementation."
+    text = "Nothing is rounded to 4 bits: exact tiled FP32 attention in place of the pipeline's own implementation."
     return get_policy("bf16").with_(description=text)
 
 
@@ -292,6 +309,16 @@ def _quiet(pipe: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _log_above_bar() -> Iterator[None]:
+    """wanfp4's log lines on stderr above the bar, unless the caller's own logging has them: each would come twice."""
+    if log.hasHandlers():
+        yield
+    else:
+        with logging_redirect_tqdm([log]):
+            yield
+
+
+@contextlib.contextmanager
 def _said_once() -> Iterator[None]:
     """Every patch of a policy would log the same remarks again."""
     said: set[str] = set()
@@ -317,6 +344,7 @@ def _header(
     backend: str | None,
     strict: bool,
     command: str | None,
+    call: Mapping[str, Any],
 ) -> Json:
     """Everything in a report that is known before the first run."""
     described = json.loads(json.dumps(info.to_dict()))  # its tuples become the lists that a file gives back
@@ -339,5 +367,13 @@ def _header(
         "seeds": list(plan.seeds),
         "backend": backend,
         "strict": strict,
+        "call": {name: _plain(value) for name, value in call.items()},
         "steps": [],
     }
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value for an argument: itself, or what Python prints of it."""
+    if isinstance(value, float):
+        return number(value)
+    return value if isinstance(value, str | int | None) else repr(value)

@@ -49,6 +49,20 @@ def write(path: str | Path, content: str | bytes) -> Path:
     return path
 
 
+@contextlib.contextmanager
+def output_folder(path: str | Path) -> Iterator[Path]:
+    """`writable_folder`; when the block raises, the folders that this made go again unless something is in them."""
+    path = Path(path)
+    made = [folder for folder in (path, *path.parents) if not os.path.exists(folder)]
+    try:
+        yield writable_folder(path)
+    except BaseException:
+        for folder in made:
+            with contextlib.suppress(OSError):  # it holds something
+                folder.rmdir()
+        raise
+
+
 def writable_folder(path: str | Path) -> Path:
     """The folder `path`, made if need be. Raises OutputError when files cannot be made in it."""
     path = Path(path)

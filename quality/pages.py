@@ -69,14 +69,28 @@ def _shared(data: Json) -> Json:
     experts = [step["expert"] for step in data["steps"]]
     switch = [i for i in range(1, len(experts)) if experts[i] != experts[i - 1]]
     pairs = len(data["prompts"]) * len(data["seeds"])
+    sections = [s for s in (data["noise_floor"], *data["policies"]) if s]
     return {
         "pairs": pairs,
-        "finished": min((len(s["runs"]) for s in (data["noise_floor"], *data["policies"])), default=0),
+        "finished": min((len(s["runs"]) for s in sections), default=0),
+        "over": ("" if data["complete"] else "the finished of ") + count(pairs, "prompt and seed pair"),
+        "verdict": _verdict(data),
         "switch": [(i, experts[i - 1], experts[i]) for i in switch],
         "emulated": [s["name"] for s in data["policies"] if s["backend"]["emulated"]],
         "readings": {s["name"]: reading(s, data) for s in data["policies"] if s["runs"]},
         "violations": {v["policy"]: True for v in (data["budget"] or {}).get("violations", [])},
     }
+
+
+def _verdict(data: Json) -> str | None:
+    """The budget's verdict in words; None without a budget."""
+    if not data["budget"]:
+        return None
+    if not data["budget"]["passed"]:
+        return "Budget exceeded"
+    if not any(section["runs"] for section in data["policies"]):
+        return "Budget not judged yet"
+    return "Within budget" if data["complete"] else "Within budget so far"
 
 
 def _sections(data: Json) -> list[Json]:
@@ -141,28 +155,31 @@ def _source(name: str, mime: str, files: Mapping[str, bytes], room: dict[str, in
 
 def reading(section: Json, data: Json) -> str:
     """One section in words."""
-    s, count = section["summary"], len(data["steps"])
+    s, steps = section["summary"], len(data["steps"])
     last = s["after"][-1]
-    if all(float(s[k]["median"]) == 0 for k in ("velocity", "velocity_worst")) and float(last["rel_l2"]["max"]) == 0:
-        return "not a single bit of velocity or latent differs from the reference."
+    compared = [quantity["rel_l2"]["max"] for way in section["per_step"].values() for quantity in way.values()]
+    if all(float(value) == 0 for values in compared for value in values):
+        return "not a single value of velocity or latent differs from the reference."
+    over = f", {ratio(s['over_floor'])} times the noise floor," if math.isfinite(float(s["over_floor"])) else ""
     parts = [
-        f"on the reference's own latents its velocity is off by {percent(s['velocity']['median'])} at the median step "
-        f"and {percent(s['velocity_worst']['median'])} at the worst (step {s['velocity_worst']['step']})"
+        f"on the reference's own latents its velocity is off by {percent(s['velocity']['median'])} at the median step"
+        f"{over} and {percent(s['velocity_worst']['median'])} at the worst (step {s['velocity_worst']['step']})",
+        f"running free, its latent after {count(steps, 'step')} is {percent(last['rel_l2']['median'])} "
+        f"away (cosine {cosine(last['cosine']['median'])})",
     ]
-    if math.isfinite(float(s["over_floor"])):
-        parts[0] += f", {ratio(s['over_floor'])} times the noise floor"
-    parts.append(
-        f"running free, its latent after {count} step{'s' if count > 1 else ''} is {percent(last['rel_l2']['median'])} "
-        f"away (cosine {cosine(last['cosine']['median'])})"
-    )
-    if s["latent_frames_nan"]:
-        parts.append(f"{s['latent_frames_nan']} latent frames hold NaN or infinity: the policy broke the model")
+    if nan := s["latent_frames_nan"]:
+        held = "holds" if nan == 1 else "hold"
+        parts.append(f"{count(nan, 'latent frame')} {held} NaN or infinity: the policy broke the model")
     else:
         new = s["frames_black_new"]
-        black = f"{new} frames turned black" if new else "no frame turned black"
+        black = f"{count(new, 'frame')} turned black" if new else "no frame turned black"
         similar = f"PSNR {psnr(s['psnr']['median'])}, SSIM {fixed(s['ssim']['median'])}"
         parts.append(f"decoded: {similar}, and {black}")
     return "; ".join(parts) + "."
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def figure(value: float | str, digits: int = 3) -> str:
@@ -231,6 +248,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters.update(
+        count=count,
         figure=figure,
         cosine=cosine,
         percent=percent,

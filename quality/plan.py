@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +19,29 @@ from wanfp4.quality.budget import check_budget
 
 # Names of a report's own rows.
 REFERENCE, FLOOR = "reference", "noise floor"
+
+DEFAULT_SEEDS = (0, 1)
+
+# Arguments of a pipeline's call that a drift job sets, with those of `wanfp4.drift` that they follow from.
+_OWN_ARGUMENTS = {
+    "prompt": "prompts",
+    "prompt_embeds": "prompts",
+    "negative_prompt": "settings.negative",
+    "negative_prompt_embeds": "settings.negative",
+    "negative": "settings.negative",
+    "height": "settings.height",
+    "width": "settings.width",
+    "num_frames": "settings.frames",
+    "num_inference_steps": "steps",
+    "guidance_scale": "settings.guidance",
+    "guidance_scale_2": "settings.guidance_2",
+    "generator": "seeds",
+    "latents": "seeds",
+    "seed": "seeds",
+    "num_videos_per_prompt": "prompts and seeds",
+    "output_type": None,
+    "return_dict": None,
+}
 
 
 @dataclass(frozen=True)
@@ -53,9 +78,9 @@ def make_plan(
         chosen = dataclasses.replace(chosen, steps=steps)
     info.check(chosen)
     return Plan(
-        _policies([policies] if isinstance(policies, (str, Path, Policy)) else policies),
-        _prompts([prompts] if isinstance(prompts, str) else prompts, info.prompt),
-        _seeds([seeds] if isinstance(seeds, int) else seeds),
+        _policies(_several("policies", policies, (str, Path, Policy))),
+        _prompts(_several("prompts", prompts, str), info.prompt),
+        _seeds(_several("seeds", seeds, int)),
         chosen,
         check_budget(budget or {}),
     )
@@ -67,6 +92,28 @@ def check_backend(policies: Sequence[Policy], backend: str | None, device: torch
         wanted = [n for n in (policy.numerics, *(rule.numerics for rule in policy.rules)) if not n.is_exact]
         for numerics in wanted or [policy.numerics]:
             dispatch.select(numerics, device, backend)
+
+
+def check_call(pipe: Any, call: Iterable[str]) -> None:
+    """Raise SettingsError for arguments of the pipeline's call that the job sets itself, or that the call has not."""
+    known = inspect.signature(type(pipe).__call__).parameters
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    for name in call:
+        if name in _OWN_ARGUMENTS:
+            instead = _OWN_ARGUMENTS[name]
+            raise SettingsError(f"drift sets {name!r} itself: {f'give {instead}' if instead else 'leave it out'}")
+        if name not in known and not anything:
+            raise SettingsError(f"neither drift nor the call of {type(pipe).__name__} has an argument {name!r}")
+
+
+def _several(name: str, given: Any, one: type | tuple[type, ...]) -> list[Any]:
+    """The values given, or the one value; SettingsError for what is neither."""
+    if isinstance(given, one):
+        return [given]
+    try:
+        return list(given)
+    except TypeError:
+        raise SettingsError(f"{name} must be one or a list of them, not {given!r}") from None
 
 
 def _policies(given: Sequence[str | Path | Policy]) -> tuple[Policy, ...]:

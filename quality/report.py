@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 REPORT_KIND = "wanfp4 drift report"
 SCHEMA_VERSION = 1
 
+PAGES = ("report.html", "report.md")
+# Names as reports give them to their clips and strips: nothing else that an old report.json lists is ever removed.
+_MEDIA_NAME = re.compile(r"(videos/p\d+-s\d+-[A-Za-z0-9._-]+\.mp4|strips/p\d+-s\d+-[A-Za-z0-9._-]+\.jpg)")
+
 
 class DriftReport:
     """What `wanfp4.drift` found. `data` holds every figure (docs/drift.md), `files` the clips and strips by file name.
@@ -116,9 +120,12 @@ class DriftReport:
     def save(self, folder: str | Path, *, pages: bool = True) -> Path:
         """Write report.json, videos/, strips/ and, with `pages`, report.html and report.md; returns the folder.
 
-        Each file appears whole or not at all, report.json after the clips it names. Raises OutputError.
+        Each file appears whole or not at all, report.json after the clips it names. An earlier report in the folder is
+        removed first: its pages, and the clips and strips that its report.json names. Raises OutputError.
         """
         folder = writable_folder(folder)
+        if folder.resolve() not in self._written:
+            _remove_earlier(folder)
         written = self._written.setdefault(folder.resolve(), set())
         for name, content in self.files.items():
             if name not in written:
@@ -162,5 +169,37 @@ class DriftReport:
         return report
 
     def _named_files(self) -> list[str]:
-        sections = [self.data["reference"], self.data["noise_floor"], *self.data["policies"]]
-        return [name for s in sections for run in s["runs"] for name in (run["files"] or {}).values()]
+        return _named_files(self.data)
+
+
+def _named_files(data: Json) -> list[str]:
+    sections = [data["reference"], data["noise_floor"], *data["policies"]]
+    return [name for s in sections for run in s["runs"] for name in (run["files"] or {}).values()]
+
+
+def _remove_earlier(folder: Path) -> None:
+    """Remove the report in `folder` with what belongs to it, or nothing if report.json is not a drift report's.
+
+    Otherwise clips of policies that the next report does not have would stay, and finished pages beside an unfinished
+    report.json. Raises OutputError when something cannot be removed.
+    """
+    listing = folder / "report.json"
+    try:
+        data = json.loads(listing.read_text(encoding="utf-8"))
+        if data["kind"] != REPORT_KIND:
+            return
+        named = [name for name in _named_files(data) if isinstance(name, str) and _MEDIA_NAME.fullmatch(name)]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return
+    # Through a link, videos/ may be a place that other things share.
+    media = [folder / name for name in named]
+    media = [p for p in media if p.is_file() and not p.is_symlink() and not p.parent.is_symlink()]
+    try:
+        # The list goes last: what an interruption leaves is still on it.
+        for path in (*media, *(folder / page for page in PAGES), listing):
+            path.unlink(missing_ok=True)
+        for parent in {path.parent for path in media}:
+            if parent.is_dir() and not any(parent.iterdir()):
+                parent.rmdir()
+    except OSError as error:
+        raise OutputError(f"cannot remove the earlier report in {str(folder)!r}: {error.strerror or error}") from error

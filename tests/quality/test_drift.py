@@ -1,8 +1,10 @@
 """Drift: known errors are found where they were put, nothing where nothing was, and failures lose little."""
 
 import dataclasses
+import inspect
 import itertools
 import json
+import logging
 import math
 from contextlib import contextmanager
 
@@ -18,6 +20,7 @@ from wanfp4.policy import get_policy
 from wanfp4.processors.patch import patch
 from wanfp4.processors.pipelines import Settings
 from wanfp4.quality import drift as module
+from wanfp4.quality import plan
 from wanfp4.quality.report import DriftReport
 
 SETTINGS = Settings(HEIGHT, WIDTH, FRAMES, 3, 4.0)
@@ -328,6 +331,18 @@ def test_the_report_is_valid_after_every_policy(monkeypatch, tmp_path):
         ({"seeds": []}, SettingsError, "at least one seed"),
         ({"seeds": [1, 1]}, SettingsError, "seed 1 is given more than once"),
         ({"seeds": [-1]}, SettingsError, "seed must be"),
+        ({"seeds": 0.5}, SettingsError, "seeds must be one or a list of them, not 0.5"),
+        ({"seeds": None}, SettingsError, "seeds must be one or a list of them, not None"),
+        ({"seeds": "01"}, SettingsError, "seed must be"),
+        ({"prompts": 5}, SettingsError, "prompts must be one or a list of them, not 5"),
+        ({"policies": 5}, SettingsError, "policies must be one or a list of them, not 5"),
+        ({"output_type": "np"}, SettingsError, "drift sets 'output_type' itself: leave it out$"),
+        ({"height": 80}, SettingsError, "drift sets 'height' itself: give settings.height$"),
+        ({"negative": "blur"}, SettingsError, "drift sets 'negative' itself: give settings.negative$"),
+        ({"guidance_scale_2": 3.0}, SettingsError, "drift sets 'guidance_scale_2' itself: give settings.guidance_2$"),
+        ({"latents": torch.zeros(1)}, SettingsError, "drift sets 'latents' itself: give seeds$"),
+        ({"seed": 3}, SettingsError, "drift sets 'seed' itself: give seeds$"),
+        ({"guidence": 3}, SettingsError, "neither drift nor the call of WanPipeline has an argument 'guidence'$"),
         ({"settings": Settings(81, WIDTH, FRAMES)}, SettingsError, "height 81 is not a multiple of 16"),
         ({"steps": 0}, SettingsError, "steps must be"),
         ({"budget": {"speed": 1}}, SettingsError, "no budget metric 'speed'"),
@@ -338,6 +353,88 @@ def test_bad_input_is_a_sentence_before_the_first_step(monkeypatch, changes, err
     monkeypatch.setattr(module, "generate_latents", lambda *a, **k: pytest.fail("a run started"))
     with pytest.raises(error, match=words):
         drift(tiny_pipeline(), **changes)
+
+
+def test_every_argument_that_generating_sets_is_refused(monkeypatch):
+    """What the pipeline's call really gets, so that one more there cannot be forgotten here."""
+    pipe = tiny_pipeline(dual=True)
+    got = {}
+    original = type(pipe).__call__
+
+    def call(self, **kwargs):
+        got.update(kwargs)
+        return original(self, **kwargs)
+
+    monkeypatch.setattr(type(pipe), "__call__", call)
+    module.generate_latents(pipe, PROMPT, dataclasses.replace(SETTINGS, steps=1), 0, max_sequence_length=32)
+    monkeypatch.undo()
+    for name in got.keys() - {"max_sequence_length"}:
+        with pytest.raises(SettingsError, match=f"drift sets '{name}' itself"):
+            plan.check_call(pipe, [name])
+    plan.check_call(pipe, ["max_sequence_length", "attention_kwargs"])
+
+
+def test_the_seeds_by_default_are_the_commands():
+    from wanfp4.cli.drift import _seeds
+    from wanfp4.cli.drift import drift as command
+
+    by_default = inspect.signature(wanfp4.drift).parameters["seeds"].default
+    assert tuple(_seeds(inspect.signature(command).parameters["seeds"].default)) == by_default == (0, 1)
+
+
+def test_a_job_that_dies_before_its_first_row_leaves_no_folder(monkeypatch, tmp_path):
+    def fail(*args, **kwargs):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(module, "generate_latents", fail)
+    (tmp_path / "there").mkdir()
+    for partial in ("there", "new/below"):
+        with pytest.raises(RuntimeError):
+            drift(tiny_pipeline(), partial=tmp_path / partial)
+    assert [path.name for path in tmp_path.rglob("*")] == ["there"]
+
+
+def test_an_earlier_report_goes_with_the_first_row(monkeypatch, tmp_path):
+    drift(tiny_pipeline(), "wan-fast", steps=1).save(tmp_path)
+    before = {path.name for path in tmp_path.rglob("*")}
+    seen = []
+    original = module.generate_latents
+
+    def look(*args, **kwargs):
+        seen.append({path.name for path in tmp_path.rglob("*")})
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(module, "generate_latents", look)
+    drift(tiny_pipeline(), "bf16", steps=1, partial=tmp_path)
+    # The reference and the noise floor twice, then bf16 twice.
+    assert seen[:3] == [before] * 3
+    assert seen[3] == seen[4] == {
+        "report.json", "videos", "strips", "p0-s0-reference.mp4", "p0-s0-reference.jpg", "p0-s0-noise-floor.mp4",
+        "p0-s0-noise-floor.jpg",
+    }  # fmt: skip
+    assert not any("wan-fast" in path.name for path in tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize("configured", [True, False])
+def test_log_lines_come_once(monkeypatch, capfd, tmp_path, configured):
+    """With a root handler, as logging.basicConfig sets one, and without any logging set up."""
+    import sys
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("mine: %(message)s"))
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler] if configured else [])
+    original = module.decode_latents
+
+    def decode(*args):
+        module.log.warning("something to know")
+        return original(*args)
+
+    monkeypatch.setattr(module, "decode_latents", decode)
+    drift(tiny_pipeline(), "bf16", steps=1, progress=True)
+    err = capfd.readouterr().err
+    assert err.count("something to know") == 1
+    assert ("mine: something to know" in err) is configured
+    assert module.log.handlers == []
 
 
 def test_a_patched_pipeline_is_refused():

@@ -116,7 +116,25 @@ def test_a_finished_report_is_not_overwritten_unasked(monkeypatch, model, tmp_pa
     assert (tmp_path / "report.json").read_bytes() == before
     (tmp_path / "report.json").write_text('{"complete": false}')
     assert run(*args).exit_code == 0
-    assert run(*args, "--force").exit_code == 0
+    (tmp_path / "notes.txt").write_text("keep")
+    again = [arg if arg != "bf16" else "wan-fast" for arg in args]
+    assert run(*again, "--force").exit_code == 0
+    assert sorted(path.name for path in (tmp_path / "videos").iterdir()) == [
+        "p0-s0-noise-floor.mp4", "p0-s0-reference.mp4", "p0-s0-wan-fast.mp4",
+    ]  # fmt: skip
+    assert (tmp_path / "notes.txt").read_text() == "keep"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize(("place", "name"), [(pipelines, "load_pipeline"), (module, "generate_latents")])
+def test_a_job_that_dies_early_leaves_no_empty_folder(monkeypatch, model, tmp_path, place, name, error):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(place, name, fail)
+    result = run("--model", model, "--prompt", "a red circle", "-o", tmp_path / "out" / "below", *SIZE)
+    assert result.exit_code == (130 if error is KeyboardInterrupt else 1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ctrl_c_keeps_what_has_finished(monkeypatch, model, tmp_path):

@@ -91,13 +91,14 @@ def test_report_json_has_everything_to_run_it_again(folder, report):
     data = json.loads((folder / "report.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
     assert set(data) == {
         "kind", "schema", "complete", "created", "command", "versions", "machine", "model", "scheduler", "settings",
-        "prompts", "seeds", "backend", "strict", "steps", "reference", "noise_floor", "policies", "budget",
+        "prompts", "seeds", "backend", "strict", "call", "steps", "reference", "noise_floor", "policies", "budget",
     }  # fmt: skip
     assert (data["kind"], data["schema"], data["complete"]) == ("wanfp4 drift report", 1, True)
     assert data["versions"].keys() >= {"wanfp4", "torch", "diffusers", "python"}
     assert data["versions"]["wanfp4"] == wanfp4.__version__
     assert Settings(**data["settings"]) == Settings(HEIGHT, WIDTH, FRAMES, 2, 4.0)
     assert data["model"]["tokens"] == 105
+    assert data["call"] == {"max_sequence_length": 32}
     assert data["reference"]["attention"] == "pipeline"
     for section in (data["noise_floor"], *data["policies"]):
         assert set(section) == {
@@ -278,7 +279,10 @@ def test_the_page_says_what_the_figures_are(page, report):
     assert pages.figure(summary["velocity"]["median"]) in text
     assert "Budget exceeded" in text
     assert "emulated" in text
-    assert "not a single bit" in text
+    assert "not a single value of velocity or latent differs" in text
+    assert "figures are those of hardware with these formats, up to the order of accumulation" in text
+    assert "Medians over 4 prompt and seed pairs, smallest to largest below" in text
+    assert "max_sequence_length 32" in text
     for term in ("teacher-forced", "noise floor", "relative L2", "flicker ratio", "black frame"):
         assert term in text
 
@@ -309,7 +313,7 @@ def test_a_report_with_nan_renders(report):
     page = Page(pages.html_page(data, report.files))
     text = " ".join(t for parts in page.text.values() for t in parts)
     assert "the policy broke the model" in text
-    assert "no clip, 3 latent frames hold NaN" in text
+    assert "no clip, NaN or infinity in 3 latent frames" in text
     assert "NaN" in pages.markdown_page(data)
 
 
@@ -320,6 +324,114 @@ def test_a_report_without_any_run_renders(report):
     empty.add_section("wan-fast", get_policy("wan-fast"), None)
     assert "No policy has finished" in pages.html_page(empty.to_dict(), {})
     assert "No run has finished" in pages.markdown_page(empty.to_dict())
+    empty.budget = {"velocity": 1.0}
+    for text in (pages.html_page(empty.to_dict(), {}), pages.markdown_page(empty.to_dict())):
+        assert "Budget not judged yet" in text
+        assert "Within budget" not in text
+
+
+def test_an_unfinished_report_does_not_claim_runs_that_are_missing(report):
+    data = report.to_dict()
+    data["complete"] = False
+    for section in data["policies"]:
+        section["runs"] = section["runs"][:3]
+    data["budget"].update(passed=True, violations=[])
+    html, markdown = pages.html_page(data, report.files), pages.markdown_page(data)
+    assert "3 of 4 prompt and seed pairs are finished for every policy" in html
+    assert html.count("over the finished of 4 prompt and seed pairs") == 3
+    assert "Medians over the finished runs of 2 prompts × 2 seeds" in markdown
+    for text in (html, markdown):
+        assert "Within budget so far" in text
+
+
+def test_a_difference_in_a_single_run_and_step_is_told(report):
+    data = report.to_dict()
+    section = data["policies"][0]
+    assert pages.reading(section, data).startswith("not a single value")
+    section["per_step"]["free_running"]["x0"]["rel_l2"]["max"][0] = 1e-7
+    assert pages.reading(section, data).startswith("on the reference's own latents")
+
+
+def test_the_ratio_to_the_floor_stands_beside_the_figure_it_is_of(report):
+    section = report.policies[1]
+    s = section["summary"]
+    said = (
+        f"{pages.percent(s['velocity']['median'])} at the median step, {pages.ratio(s['over_floor'])} times the noise "
+        f"floor, and {pages.percent(s['velocity_worst']['median'])} at the worst"
+    )
+    assert said in pages.reading(section, report.to_dict())
+
+
+def _one_policy(report, index):
+    """The report as if that had been the only policy."""
+    data = report.to_dict()
+    data["policies"] = [data["policies"][index]]
+    del data["budget"]
+    one = DriftReport({})
+    one.data = data
+    one.files = {name: report.files[name] for name in one._named_files()}
+    return one
+
+
+def test_a_report_replaces_an_earlier_one_whole(report, tmp_path):
+    report.save(tmp_path)
+    for mine in ("notes.txt", "videos/mine.mp4", "videos/p0-s0-mine.mp4", "strips/p0-s0-mine.jpg"):
+        (tmp_path / mine).write_text("keep")
+    later = _one_policy(report, 0)
+    later.save(tmp_path, pages=False)
+    found = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    mine = {"notes.txt", "videos/mine.mp4", "videos/p0-s0-mine.mp4", "strips/p0-s0-mine.jpg"}
+    assert found == {"report.json", *later.files, *mine}
+    assert len(later.files) == 2 * 3 * 4
+    # A report's own further saves remove nothing, a loaded one's neither.
+    DriftReport.load(tmp_path).save(tmp_path)
+    assert {name for name in later.files if not (tmp_path / name).is_file()} == set()
+
+
+def test_folders_of_an_earlier_report_go_when_nothing_is_left_in_them(report, tmp_path):
+    report.save(tmp_path)
+    later = _one_policy(report, 0)
+    later.files = {}
+    later.save(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.json", "report.md"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../outside.mp4", "{tmp}/outside.mp4", "notes.txt", "videos/../../outside.mp4", "linked/p0-s0-a.mp4",
+        "videos/p0-s0-folder.mp4", "videos/p0-s0-link.mp4", "strips/p0-s0-shared.jpg", 7, None,
+    ],
+)  # fmt: skip
+def test_nothing_is_removed_that_a_report_did_not_make(report, tmp_path, name):
+    folder = tmp_path / "report"
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (folder / "videos" / "p0-s0-folder.mp4").mkdir(parents=True)
+    for file in (tmp_path / "outside.mp4", folder / "notes.txt", shared / "p0-s0-a.mp4", shared / "p0-s0-shared.jpg"):
+        file.write_text("keep")
+    (folder / "linked").symlink_to(shared)
+    (folder / "strips").symlink_to(shared)
+    (folder / "videos" / "p0-s0-link.mp4").symlink_to(tmp_path / "outside.mp4")
+    before = sorted(tmp_path.rglob("*"))
+    data = report.to_dict()
+    data["reference"]["runs"][0]["files"]["video"] = name.format(tmp=tmp_path) if isinstance(name, str) else name
+    (folder / "report.json").write_text(json.dumps(data))
+    later = _one_policy(report, 0)
+    later.files = {}
+    later.save(folder, pages=False)
+    assert sorted(path for path in tmp_path.rglob("*") if path.name != "report.json") == before
+
+
+@pytest.mark.parametrize(
+    "listing", ["no json", "[]", "{}", '{"kind": "another tool"}', '{"kind": "wanfp4 drift report"}']
+)
+def test_pages_beside_another_report_json_are_let_be(report, tmp_path, listing):
+    (tmp_path / "report.json").write_text(listing)
+    (tmp_path / "report.html").write_text("theirs")
+    (tmp_path / "videos").mkdir()
+    _one_policy(report, 0).save(tmp_path, pages=False)
+    assert (tmp_path / "report.html").read_text() == "theirs"
 
 
 def test_budgets_are_judged_for_every_policy(report):
