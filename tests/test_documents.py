@@ -1,5 +1,6 @@
 """What README.md and docs say can be run: commands have the options they are shown with, snippets work."""
 
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -69,10 +70,70 @@ def test_every_python_snippet_is_python():
         compile(block, name, "exec")
 
 
-def test_the_readme_lists_every_policy_with_its_formats():
+def table(document, header):
+    """Rows of the Markdown table with that first line, their cells by the name in the first one."""
+    lines = iter((ROOT / document).read_text(encoding="utf-8").splitlines())
+    assert any(line == header for line in lines), f"{document} has no table {header}"
+    next(lines)  # the rule
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in itertools.takewhile(str.strip, lines)]
+    named = {re.match(r"`([^`]+)`", first)[1]: rest for first, *rest in rows}
+    assert len(named) == len(rows)
+    return named
+
+
+README_POLICIES = table("README.md", "| policy | Q, K | P | V | score to code | cosine | rel-L2 |")
+# What README.md calls a format, and what a policy calls it. Words after a comma add to it.
+FORMATS = {
+    "as they are": {"exact"},
+    "as it is": {"exact"},
+    "NVFP4": {"nvfp4"},
+    "NVFP4 folded": {"nvfp4-folded"},
+    "MXFP4-direct": {"mxfp4-direct"},
+    "FP8": {"fp8"},
+    "BF16": {"bf16"},
+    "E4M3": {"mxfp8", "mxfp8-token-block"},
+}
+
+
+def test_the_readme_lists_every_policy():
+    # The one that differs from wan-fast by its guard alone is named below the table.
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name in policies():
-        assert f"`{name}`" in text
+    assert README_POLICIES.keys() == policies().keys() - {"wan-fast-14b"}
+    assert "`wan-fast-14b` is `wan-fast` with the guard values of the 14B model" in text
+    assert policies()["wan-fast-14b"].numerics == policies()["wan-fast"].numerics
+
+
+@pytest.mark.parametrize("name", README_POLICIES)
+def test_the_readme_gives_each_policy_its_formats(name):
+    numerics = policies()[name].numerics
+    *formats, code, _, _ = README_POLICIES[name]
+    for said, used in zip(formats, (numerics.qk, numerics.p, numerics.v), strict=True):
+        assert used in FORMATS[said.partition(",")[0]]
+    assert ("smoothed" in formats[0]) is (numerics.smooth_q or numerics.smooth_k)
+    classifier = numerics.classifier
+    if numerics.is_exact:
+        assert code == "–"
+    elif classifier.kind == "two-piece":
+        assert code == "two-piece"
+    elif classifier.kind == "mix":
+        share = {1: "a quarter", 2: "half", 4: "all"}[classifier.density]
+        assert code == f"mix({classifier.A:g}, {classifier.B:g}), {share} exp2"
+    else:
+        assert code == classifier.label
+
+
+@pytest.mark.parametrize(("name", "words"), [("direct-p-fast", "[P]; {}, for Wan"), ("wan-fast", "for Wan {} |")])
+def test_the_numerics_give_the_affine_maps_of_the_presets(name, words):
+    text = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
+    classifier = policies()[name].numerics.classifier
+    assert words.format(f"{classifier.A:.2f}/{classifier.B:.2f}") in text
+
+
+def test_the_readme_and_the_numerics_give_the_same_figures():
+    figures = {name: " / ".join(cells[-2:]) for name, cells in README_POLICIES.items() if name != "bf16"}
+    measured = table("docs/numerics.md", "| policy | here: cosine / rel-L2 | published | by |")
+    assert figures == {name: cells[0] for name, cells in measured.items()}
+    assert README_POLICIES["bf16"][-2:] == ["1", "0"]
 
 
 def test_links_between_documents_lead_somewhere():
