@@ -6,6 +6,7 @@ import logging
 import shlex
 import sys
 import traceback
+import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -23,14 +24,19 @@ from wanfp4.errors import (
     SettingsError,
     UnsupportedInputError,
     Wanfp4Error,
+    brief,
 )
 
+# The bundled model by a name that means the same on every machine.
+BUNDLED = "bundled"
 FAILURE, BAD_INPUT, OVER_BUDGET, INTERRUPTED = 1, 2, 3, 130
 _BAD_INPUT = (PolicyError, SettingsError, ModelError, UnsupportedInputError, BackendError, OutputError)
 
 ModelOption = Annotated[
     str | None,
-    typer.Option("--model", metavar="DIR|ID", help="Diffusers Wan folder or Hub id; the bundled sample by default."),
+    typer.Option(
+        "--model", metavar="DIR|ID", help=f"Diffusers Wan folder or Hub id; default: {BUNDLED}, the sample here."
+    ),
 ]
 BackendOption = Annotated[
     str | None,
@@ -64,8 +70,18 @@ StrictOption = Annotated[bool, typer.Option("--strict", help="Fail where anythin
 
 
 def note(message: str) -> None:
-    """A line for people, on stderr: stdout carries results only."""
-    typer.echo(message, err=True)
+    """A line for people, on stderr: stdout carries results only. What would break the line becomes a space."""
+    typer.echo(_printable(message), err=True)
+
+
+def one_line(text: str) -> str:
+    """A prompt or a name for printing: line breaks, control characters and runs of spaces become one space."""
+    return " ".join(_printable(text).split())
+
+
+def _printable(text: str) -> str:
+    # Zl, Zp: the line and paragraph separators. Other invisible characters stay: scripts and emoji are made with them.
+    return "".join(" " if unicodedata.category(c) in ("Cc", "Zl", "Zp") else c for c in text)
 
 
 @contextmanager
@@ -90,8 +106,7 @@ def sentences(ctx: Any, usage: str) -> Iterator[None]:
             raise
         if debug:
             traceback.print_exc()
-        text = str(error).strip().splitlines()
-        note(f"error: {type(error).__name__}: {text[0] if text else 'no message'}")
+        note(f"error: {brief(error)}")
         if not debug:
             note(f"This is not a message of wanfp4's own; `{ctx.command_path} {usage}` shows the traceback.")
         raise typer.Exit(FAILURE) from None
@@ -123,13 +138,17 @@ def decode_command(latents: Path, video: Path) -> str:
     return shlex.join(["wanfp4", "decode", str(latents), "-o", str(video)])
 
 
-def model_or_bundled(model: str | None) -> str:
-    """The model named, or the folder of the bundled sample."""
-    if model is not None:
-        return model
+def named_model(model: str | None) -> tuple[str, str]:
+    """What receipts and reports call a model, and the folder or Hub id to load it from.
+
+    None, "bundled" and the bundled sample's own folder are "bundled"; a folder of that name is meant by "./bundled".
+    """
     from wanfp4.samples import bundled
 
-    return str(bundled())
+    folder = bundled()
+    if model is None or model == BUNDLED or Path(model).expanduser().absolute() == folder.absolute():
+        return BUNDLED, str(folder)
+    return model, model
 
 
 def collect_prompts(prompt: str | None, prompts: Path | None, example: str | None) -> list[str]:
@@ -145,7 +164,8 @@ def collect_prompts(prompt: str | None, prompts: Path | None, example: str | Non
             raise SettingsError(f"{'the prompt is empty' if prompt is not None else 'a prompt is needed'}{hint}")
         return [prompt.strip()]
     try:
-        lines = prompts.read_text(encoding="utf-8").splitlines()
+        # -sig: editors on Windows begin a file with a byte order mark, which is no part of the first prompt.
+        lines = prompts.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"cannot read prompts from {str(prompts)!r}: {error}") from None
     found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]

@@ -32,20 +32,22 @@ def decode(
 ) -> None:
     """Decode latents that `wanfp4 generate` kept into an mp4 with a receipt."""
     tensor, receipt = load_latents(latents)
-    made_with = receipt["model"]["model"]
+    _, source = common.named_model(model or receipt["model"]["model"])
     video = output if output is not None else latents.with_name(latents.name.removesuffix(SUFFIX) + ".mp4")
     settings = Settings(**receipt["settings"])
     if fps is not None:
         settings = dataclasses.replace(settings, fps=fps)
         receipt["settings"] = settings.to_dict()
     check_finite(tensor)
-    check_outputs(video, force=force, create=True)
+    check_outputs(video, force=force, inputs=[latents])
 
     from wanfp4.processors.pipelines import decode_with_vae, load_vae
+    from wanfp4.quality.files import output_folder
 
-    with common.quiet_libraries():
-        vae = load_vae(model or made_with, device=device, dtype=dtype or receipt["dtype"])
-    started = time.perf_counter()
-    frames = decode_with_vae(vae, tensor)
-    write_clip(video, frames, settings.fps, receipt, time.perf_counter() - started)
+    with output_folder(video.parent):
+        with common.quiet_libraries():
+            vae = load_vae(source, device=device, dtype=dtype or receipt["dtype"])
+        started = time.perf_counter()
+        frames = decode_with_vae(vae, tensor)
+        write_clip(video, frames, settings.fps, receipt, time.perf_counter() - started)
     typer.echo(str(video))

@@ -29,7 +29,8 @@ from wanfp4.processors.model_info import ModelInfo, Settings, inspect_model
 class Plan:
     """A checked job: everything that is known before weights load."""
 
-    model: str
+    model: str  # as the receipt has it
+    source: str  # what loads: a folder or a Hub id
     info: ModelInfo
     settings: Settings
     policy: Policy
@@ -60,7 +61,8 @@ class Plan:
         ]
         for prompt, video in self.clips:
             lines.append(f"output     {video}: {prompt}")
-        return lines
+        # Line by line: a prompt, a name or a path may hold a line break of its own.
+        return [line[:11] + common.one_line(line[11:]) for line in lines]
 
     def _policy_lines(self) -> list[str]:
         policy, tokens = self.policy, self.info.tokens(self.settings)
@@ -92,9 +94,8 @@ class Plan:
             except BackendError as error:
                 names[f"none; {error}"] = None
             else:
-                names[chosen.name if chosen.native else f"{chosen.name} (emulated: shows quality, brings no speed)"] = (
-                    None
-                )
+                emulated = not chosen.native and not numerics.is_exact
+                names[chosen.name + (" (emulated: shows quality, brings no speed)" if emulated else "")] = None
         return ", ".join(names)
 
 
@@ -118,7 +119,9 @@ def generate(
     offload: common.OffloadOption = "none",
     prompts: common.PromptsOption = None,
     strict: common.StrictOption = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and print the plan; load no weights.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything but the weights' content; print the plan.")
+    ] = False,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="The mp4; numbered when there are several prompts."),
@@ -132,8 +135,8 @@ def generate(
     default to what the model was published with. The path of the mp4 goes to stdout, all else to stderr.
     """
     chosen = get_policy(policy)
-    named = common.model_or_bundled(model)
-    info = inspect_model(named)
+    named, source = common.named_model(model)
+    info = inspect_model(source)
     info.check_attention()
     info.check_text_to_video()
     settings = info.settings(
@@ -152,6 +155,7 @@ def generate(
     videos = _outputs(texts, output, chosen.name, seed)
 
     from wanfp4.processors import pipelines
+    from wanfp4.quality.files import output_folder
     from wanfp4.quality.plan import check_backend
 
     pipelines.check_seed(seed)
@@ -159,15 +163,18 @@ def generate(
     pipelines.check_dtype(dtype)
     pipelines.check_offload(offload, place)
     check_backend([chosen], backend, place)
+    pipelines.require_weights(info)
     clips = tuple(zip(texts, videos, strict=True))
-    plan = Plan(named, info, settings, chosen, backend, strict, place, dtype, offload, seed, clips)
+    plan = Plan(named, source, info, settings, chosen, backend, strict, place, dtype, offload, seed, clips)
+    inputs = [Path(policy), *([prompts] if prompts is not None else [])]
     for video in videos:
-        check_outputs(video, latents_path(video), force=force, create=not dry_run)
+        check_outputs(video, latents_path(video), force=force, inputs=inputs)
     if dry_run:
         for line in plan.lines():
             typer.echo(line)
         return
-    _run(plan, keep_latents)
+    with output_folder(videos[0].parent):  # all of them have it
+        _run(plan, keep_latents)
 
 
 def _outputs(texts: list[str], output: Path | None, policy: str, seed: int) -> list[Path]:
@@ -195,7 +202,7 @@ def _run(plan: Plan, keep_latents: bool) -> None:
 
     started = time.perf_counter()
     with common.quiet_libraries():
-        pipe = pipelines.load_pipeline(plan.model, device=plan.device, dtype=plan.dtype, offload=plan.offload)
+        pipe = pipelines.load_pipeline(plan.source, device=plan.device, dtype=plan.dtype, offload=plan.offload)
     load_seconds = time.perf_counter() - started
     common.warn_of_unknown_words(pipe, (text for text, _ in plan.clips))
 
@@ -248,7 +255,7 @@ def _receipt(
         "prompt": prompt,
         "seed": plan.seed,
         "settings": plan.settings.to_dict(),
-        "model": {**plan.info.to_dict(), "tokens": plan.info.tokens(plan.settings)},
+        "model": {**plan.info.to_dict(), "model": plan.model, "tokens": plan.info.tokens(plan.settings)},
         "dtype": plan.dtype,
         "dtypes": {name: str(part.dtype).removeprefix("torch.") for name, part in parts.items()},
         "offload": plan.offload,

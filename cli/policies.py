@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from wanfp4.cli.common import one_line
 from wanfp4.cli.explain import explain as explained
 from wanfp4.policy import get_policy, policies
 
@@ -56,11 +57,13 @@ def explain(name: Name) -> None:
     policy: Any = get_policy(name)
     typer.echo(_wrap(f"{policy.name}: {policy.description}" if policy.description else policy.name))
     for constant in explained(policy):
-        typer.echo(f"\n{constant.name} = {constant.value}")
+        typer.echo(f"\n{one_line(f'{constant.name} = {constant.value}')}")
         typer.echo(_wrap(constant.meaning, "    "))
         typer.echo(_wrap(f"from: {constant.source}", "    "))
 
 
 def _wrap(text: str, indent: str = "") -> str:
     width = min(shutil.get_terminal_size().columns, 110)
-    return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent + ("  " if not indent else ""))
+    return textwrap.fill(
+        one_line(text), width, initial_indent=indent, subsequent_indent=indent + ("  " if not indent else "")
+    )

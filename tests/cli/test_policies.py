@@ -67,3 +67,13 @@ def test_unknown_names_and_broken_files_are_refused(refused):
     assert "presets are bf16, wan-fast" in refused("policies", "explain", "none")
     Path("broken.json").write_text(json.dumps({"schema": 1, "name": "x", "colour": 1}))
     assert "has no field 'colour'; its fields are name, numerics" in refused("policies", "show", "broken.json")
+
+
+@pytest.mark.parametrize("character", ["\n", "\r", "\x1b[2J", "\u2028"], ids=ascii)
+def test_a_policys_own_words_break_no_line(run, character):
+    policy = {**policies()["nvfp4"].to_dict(), "description": f"one{character}two", "name": f"a{character}b"}
+    Path("mine.json").write_text(json.dumps(policy))
+    out = run("policies", "explain", "mine.json").stdout
+    assert "two" in out.splitlines()[0]
+    assert all(line.isprintable() for line in out.splitlines())
+    assert json.loads(run("policies", "show", "mine.json").stdout)["name"] == policy["name"]
