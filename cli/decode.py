@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from wanfp4.cli import common
-from wanfp4.cli.latents import SUFFIX, check_finite, check_outputs, load_latents, write_clip
+from wanfp4.cli.latents import SUFFIX, check_finite, check_outputs, configs, load_latents, write_clip
 from wanfp4.processors.model_info import Settings
 
 
@@ -39,7 +39,7 @@ def decode(
         settings = dataclasses.replace(settings, fps=fps)
         receipt["settings"] = settings.to_dict()
     check_finite(tensor)
-    check_outputs(video, force=force, inputs=[latents])
+    check_outputs(video, force=force, inputs=[latents, *configs(source)])
 
     from wanfp4.processors.pipelines import decode_with_vae, load_vae
     from wanfp4.quality.files import output_folder

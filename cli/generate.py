@@ -16,6 +16,7 @@ from wanfp4.cli.latents import (
     SCHEMA,
     check_finite,
     check_outputs,
+    configs,
     latents_path,
     save_latents,
     write_clip,
@@ -120,7 +121,7 @@ def generate(
     prompts: common.PromptsOption = None,
     strict: common.StrictOption = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything but the weights' content; print the plan.")
+        bool, typer.Option("--dry-run", help="Check all but what is in the weights; print the plan.")
     ] = False,
     output: Annotated[
         Path | None,
@@ -166,7 +167,7 @@ def generate(
     pipelines.require_weights(info)
     clips = tuple(zip(texts, videos, strict=True))
     plan = Plan(named, source, info, settings, chosen, backend, strict, place, dtype, offload, seed, clips)
-    inputs = [Path(policy), *([prompts] if prompts is not None else [])]
+    inputs = [Path(policy), *([prompts] if prompts is not None else []), *configs(source)]
     for video in videos:
         check_outputs(video, latents_path(video), force=force, inputs=inputs)
     if dry_run:

@@ -56,6 +56,12 @@ def check_outputs(video: Path, *others: Path, force: bool, inputs: Iterable[Path
             raise OutputError(f"cannot write {str(path)!r}: {error.strerror or error}") from None
 
 
+def configs(model: str) -> list[Path]:
+    """The JSON files of a model folder, which a receipt could have the name of; none for a Hub id."""
+    folder = Path(model).expanduser()
+    return [*folder.glob("*.json"), *folder.glob("*/*.json")]
+
+
 def refuse_inputs(path: Path, inputs: Iterable[Path]) -> None:
     """Raise OutputError when writing `path` would overwrite one of `inputs`."""
     for given in inputs:

@@ -65,6 +65,14 @@ def test_drift_never_writes_over_what_it_reads(refused, tiny_model, no_loading, 
     assert Path("r/report.json").read_bytes() == before
 
 
+@pytest.mark.parametrize("name", ["model_index", "wanfp4_defaults", "transformer/config", "tokenizer/tokenizer"])
+def test_the_models_own_files_are_never_written_over(refused, run, tiny_model, copy_of_tiny, no_loading, name):
+    before = (copy_of_tiny / f"{name}.json").read_bytes()
+    args = ("--model", copy_of_tiny, "-o", copy_of_tiny / f"{name}.mp4", "--force")
+    assert "which this command reads" in refused("generate", "a red circle", *args)
+    assert (copy_of_tiny / f"{name}.json").read_bytes() == before
+
+
 def test_decode_never_writes_over_its_latents(run, refused, tiny_model):
     run("generate", "a red circle", "--model", tiny_model, "--steps", 1, "--keep-latents", "-o", "a.mp4")
     for name in ("b.mp4", "b.json"):
