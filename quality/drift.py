@@ -242,6 +242,9 @@ class _Job:
 
     def _files(self, report: DriftReport, name: str, clip: Clip) -> Json:
         stem = f"p{self.prompt_index}-s{self.seed}-{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}"
+        taken = {file.lower() for file in report.files}  # some file systems make no difference between A and a
+        while f"videos/{stem}.mp4".lower() in taken:
+            stem += "-2"
         return {
             "video": report.add_file(f"videos/{stem}.mp4", encode_mp4(clip, self.settings.fps)),
             "strip": report.add_file(f"strips/{stem}.jpg", encode_jpeg(strip(clip))),

@@ -443,6 +443,14 @@ def test_a_patched_pipeline_is_refused():
         drift(pipe)
 
 
+def test_names_that_make_the_same_file_name_keep_their_clips():
+    policies = [get_policy(p).with_(name=n) for p, n in (("nvfp4", "noise-floor"), ("sage3", "a/b"), ("bf16", "A b"))]
+    report = drift(tiny_pipeline(), policies, steps=1)
+    sections = (report.data["reference"], report.data["noise_floor"], *report.policies)
+    names = [name for s in sections for run in s["runs"] for name in run["files"].values()]
+    assert len({name.lower() for name in names}) == len(report.files) == 2 * 5
+
+
 def test_one_of_each_needs_no_list():
     report = drift(tiny_pipeline(), "bf16", PROMPT, 3, steps=1)
     assert (report.data["prompts"], report.data["seeds"], len(report.data["steps"])) == ([PROMPT], [3], 1)
