@@ -283,6 +283,8 @@ def test_the_page_says_what_the_figures_are(page, report):
     assert "figures are those of hardware with these formats, up to the order of accumulation" in text
     assert "Medians over 4 prompt and seed pairs, smallest to largest below" in text
     assert "max_sequence_length 32" in text
+    assert "layer and step, counted from 0" in text
+    assert "transformer layers 0-1, step 0:" in text
     for term in ("teacher-forced", "noise floor", "relative L2", "flicker ratio", "black frame"):
         assert term in text
 
@@ -294,6 +296,7 @@ def test_markdown_is_a_table_and_a_verdict(folder):
     # A policy's name cannot break out of its cell: unescaped bars only are cell borders.
     assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
     assert "**Budget exceeded**" in text
+    assert "hardware with these formats, up to the order of accumulation, without its speed" in text
     assert r"my \<b\>nvfp4\</b\>/2" in text
     assert "wan-fast: velocity is" in text.replace("\\", "")
     assert "<script>" not in text
