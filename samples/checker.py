@@ -6,7 +6,8 @@ are a track, and a track is an object.
 
     colour      hue nearest to the object's median pixel
     direction   straight-line fit through its centres
-    shape       best overlap with drawn templates of the same area, frame by frame
+    shape       best overlap with drawn templates of the same area, frame by frame, as it is and with its stretch
+                undone; thin and thick arms count, a stretch of more than `MAX_STRETCH` does not
     count       the most blobs that are visible together in at least a quarter of the frames: a twin counts, a
                 flicker does not
 
@@ -37,7 +38,9 @@ MIN_AREA = 0.01  # of the shorter side squared: 40 % of the smallest object that
 BULGE = 0.85  # a second core of a blob is as deep inside as this share of the deepest
 SEEN_COUNT = 0.25  # share of frames in which so many blobs must be visible together
 SEEN_CLEAR = 0.6  # share of frames below which an object's attributes are not read
-MIN_OVERLAP = 0.70  # with the best template: below, the shape is none of ours
+# With the best template: below, the shape is none of ours. Arms leave more room for small faults than full shapes do.
+MIN_OVERLAP = {"circle": 0.86, "square": 0.86, "triangle": 0.80, "star": 0.70, "cross": 0.70}
+MAX_STRETCH = 1.45  # longer over shorter axis of a shape that is still one of ours, median over frames
 MIN_TRAVEL = 0.08  # of the shorter side, over the clip
 STRAIGHT = 2.0  # a direction is one of four if its axis moves this many times as much as the other
 MAX_JUMP = 0.12  # of the shorter side, between neighbouring frames of a track
@@ -45,7 +48,10 @@ MAX_GAP = 4  # frames that a track may be invisible for
 
 _HUES = np.array([colorsys.rgb_to_hsv(*COLOURS[name])[0] for name in COLOUR_NAMES])
 _GRID = 48  # samples across a blob that is compared with templates
-_HALF = 1.0  # half the width of that comparison, in square roots of the blob's area
+_HALF = 1.1  # half the width of that comparison, in square roots of the blob's area
+_UNDO = (0.0, 0.5, 1.0)  # how much of a blob's stretch is undone before it is compared: noise has a stretch of its own
+# Templates with thinner and thicker arms, in radii at each edge. Of other shapes these would be the same shape again.
+_WEIGHTS = {"star": (-0.06, 0.0, 0.06), "cross": (-0.08, 0.0, 0.08)}
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,7 @@ class _Blob:
     hue: int
     pixel: npt.NDArray[np.float64]
     overlaps: Floats  # with each of SHAPES
+    stretch: float  # longer over shorter axis
 
 
 def _blobs(clip: Clip, min_area: float) -> list[list[_Blob]]:
@@ -217,9 +224,13 @@ def _blob(frame: int, part: Mask, pixels: Clip, strength: Floats, corner: npt.ND
     strength = np.where(part, strength / max(float(np.median(strength[inside])), 1.0), 0).astype(np.float32)
     solid = strength > 0.5
     area = float(solid.sum())
-    centre = np.argwhere(solid).mean(0)
-    overlaps = _overlaps(strength, centre, area)
-    return _Blob(frame, centre + corner, area, int(nearest_colour(pixel[None])[0]), pixel, overlaps)
+    places = np.argwhere(solid)
+    centre = places.mean(0)
+    spread, axes = np.linalg.eigh(np.cov(places.T, bias=True) + np.eye(2) / 12)  # a pixel is a square, not a point
+    stretch = float(np.sqrt(spread[1] / spread[0]))
+    overlaps = _overlaps(strength, centre, area, stretch, axes)
+    hue = int(nearest_colour(pixel[None])[0])
+    return _Blob(frame, centre + corner, area, hue, pixel, overlaps, stretch)
 
 
 def nearest_colour(pixels: npt.NDArray[Any]) -> npt.NDArray[np.int_]:
@@ -239,24 +250,26 @@ def nearest_colour(pixels: npt.NDArray[Any]) -> npt.NDArray[np.int_]:
 
 
 @cache
-def _templates() -> tuple[Floats, Floats]:
-    """Drawn shapes of area 1 on the comparison grid, [shapes · variants, grid²], and their areas in grid points.
+def _templates() -> tuple[Floats, Floats, npt.NDArray[np.int_]]:
+    """Drawn shapes of area 1 on the comparison grid, [templates, grid²], their areas in grid points, their shapes.
 
-    Variants: three sizes, nine positions.
+    Three sizes, nine positions, and what `_WEIGHTS` says.
     """
     fine = (np.arange(600) + 0.5) / 200 - 1.5
     fx, fy = np.meshgrid(fine, fine)
     x, y = _grid()
-    drawn = []
-    for shape in SHAPES:
-        radius = 1 / np.sqrt((shape_distance(shape, fx, fy, np) < 0).mean() * 9)
-        for scale in (0.94, 1.0, 1.06):
-            for dx in (-0.05, 0.0, 0.05):
-                for dy in (-0.05, 0.0, 0.05):
-                    r = radius * scale
-                    drawn.append((shape_distance(shape, (x - dx) / r, (y - dy) / r, np) < 0).ravel())
+    drawn, kinds = [], []
+    for kind, shape in enumerate(SHAPES):
+        for weight in _WEIGHTS.get(shape, (0.0,)):
+            radius = 1 / np.sqrt((shape_distance(shape, fx, fy, np) < weight).mean() * 9)
+            for scale in (0.94, 1.0, 1.06):
+                for dx in (-0.05, 0.0, 0.05):
+                    for dy in (-0.05, 0.0, 0.05):
+                        r = radius * scale
+                        drawn.append((shape_distance(shape, (x - dx) / r, (y - dy) / r, np) < weight).ravel())
+                        kinds.append(kind)
     bank = np.array(drawn, np.float32)
-    return bank, bank.sum(1)
+    return bank, bank.sum(1), np.array(kinds)
 
 
 def _grid() -> tuple[Floats, Floats]:
@@ -265,16 +278,27 @@ def _grid() -> tuple[Floats, Floats]:
     return x.astype(np.float32), y.astype(np.float32)
 
 
-def _overlaps(strength: Floats, centre: npt.NDArray[np.float64], area: float) -> Floats:
-    """Intersection over union of a blob with each shape's best template of its area and centre."""
+def _overlaps(
+    strength: Floats, centre: npt.NDArray[np.float64], area: float, stretch: float, axes: npt.NDArray[np.float64]
+) -> Floats:
+    """Intersection over union of a blob with each shape's best template of its area and centre.
+
+    All five shapes have equal second moments along every axis, so a blob's own tell how it was stretched, and along
+    which of `axes` (columns, (y, x), the longer last); the best of undoing none, half or all of that counts.
+    """
     x, y = _grid()
-    size = np.sqrt(area)
-    places = np.stack([y.ravel() * size + centre[0], x.ravel() * size + centre[1]])
-    sampled = (ndimage.map_coordinates(strength, places, order=1) > 0.5).astype(np.float32)
-    bank, sizes = _templates()
+    points = np.stack([y.ravel(), x.ravel()]) * np.sqrt(area)
+    samples = []
+    for share in _UNDO:
+        grow = stretch ** (share / 2)
+        warp = axes @ np.diag([1 / grow, grow]) @ axes.T
+        places = warp @ points + centre[:, None]
+        samples.append(ndimage.map_coordinates(strength, places, order=1) > 0.5)
+    sampled = np.array(samples, np.float32).T
+    bank, sizes, kinds = _templates()
     common = bank @ sampled
-    overlap = common / (sizes + sampled.sum() - common)
-    best: Floats = overlap.reshape(len(SHAPES), -1).max(1)
+    overlap = (common / (sizes[:, None] + sampled.sum(0) - common)).max(1)
+    best: Floats = np.maximum.reduceat(overlap, np.flatnonzero(np.diff(kinds, prepend=-1)))
     return best
 
 
@@ -312,9 +336,14 @@ def _describe(track: list[_Blob], frames: int, side: int) -> Found:
     best = int(mean.argmax())
     votes = float((overlaps.argmax(1) == best).mean())
     clear = share >= SEEN_CLEAR
+    ours = (
+        mean[best] >= MIN_OVERLAP[SHAPES[best]]
+        and votes >= 0.5
+        and np.median([b.stretch for b in track]) <= MAX_STRETCH
+    )
     pixel = np.median([blob.pixel for blob in track], axis=0)
     return Found(
-        shape=SHAPES[best] if clear and mean[best] >= MIN_OVERLAP and votes >= 0.5 else None,
+        shape=SHAPES[best] if clear and ours else None,
         colour=COLOUR_NAMES[int(nearest_colour(pixel[None])[0])] if clear else None,
         direction=_direction(float(dx), float(dy), MIN_TRAVEL * side) if clear else None,
         overlap=float(mean[best]),

@@ -4,14 +4,26 @@ import dataclasses
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 import torch
 
 from wanfp4.samples.checker import Found, Judgement, Verdict, analyse, judge
-from wanfp4.samples.data import BACKGROUNDS, DEFAULT, HELD_OUT, LONG, TRAINING, MovingShape, Size, Spec, random_spec
+from wanfp4.samples.data import (
+    BACKGROUNDS,
+    DEFAULT,
+    HELD_OUT,
+    LONG,
+    SHAPES,
+    TRAINING,
+    MovingShape,
+    Size,
+    Spec,
+    random_spec,
+    shape_distance,
+)
 from wanfp4.samples.render import Scenes, draw_scenes, render, to_uint8
 
 ALL = HELD_OUT + TRAINING
@@ -86,6 +98,93 @@ def test_catches_each_wrong_attribute(field: str, value: str) -> None:
         name: name != field for name in ("shape", "colour", "direction")
     }
     assert verdict.count
+
+
+Outline = Callable[[np.ndarray, np.ndarray], np.ndarray]  # signed distance in radii of points (x, y), y down
+
+
+def shape_read(outline: Outline, radius: float = 15.0) -> str:
+    """The shape that the checker reads in a clip of one red thing of this outline, its edges soft and noisy.
+
+    "?" for none, also when it takes one thing for several.
+    """
+    ys, xs = np.mgrid[:112, :144] + 0.5
+    clip = np.full((7, 112, 144, 3), 120.0)
+    for t, frame in enumerate(clip):
+        alpha = np.clip(0.5 - outline((xs - 45.3 - 8.2 * t) / radius, (ys - 55.6) / radius) * radius / 1.3, 0, 1)
+        frame += alpha[..., None] * (np.array([235, 30, 30]) - 120)
+    clip += np.random.default_rng(0).normal(0, 2, clip.shape)
+    verdict = analyse(clip.round().clip(0, 255).astype(np.uint8))
+    return verdict.objects[0].answer[1] if verdict.count == 1 else "?"
+
+
+def distorted(shape: str, *, stretch: float = 1.0, angle: float = 0.0, edge: float = 0.0) -> Outline:
+    """A shape `stretch` times as long along `angle` as across, at equal area, its edges `edge` radii farther out."""
+
+    def outline(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        c, s, grow = math.cos(angle), math.sin(angle), math.sqrt(stretch)
+        along, across = (c * x + s * y) / grow, (c * y - s * x) * grow
+        return np.asarray(shape_distance(shape, c * along - s * across, s * along + c * across, np) - edge)
+
+    return outline
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_mild_distortion_leaves_a_shape_what_it_is(shape: str) -> None:
+    for radius in (12.0, 18.0):
+        for angle in (0.0, math.pi / 2, 0.7):
+            assert shape_read(distorted(shape, stretch=1.35, angle=angle), radius) == shape
+        for pixels in (-1.5, 1.5):
+            assert shape_read(distorted(shape, edge=pixels / radius), radius) == shape
+            assert shape_read(distorted(shape, stretch=1.25, edge=pixels / radius), radius) == shape
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shape_with_a_corner_melted_is_still_that_shape(shape: str) -> None:
+    whole = distorted(shape)
+    reach = {"circle": 1.0, "square": 1.253, "triangle": 1.3, "star": 1.35, "cross": 1.15}[shape]
+    angle = math.pi / 4 if shape == "square" else -math.pi / 2
+    tip = 0.7 * reach
+
+    def melted(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return np.maximum(whole(x, y), x * math.cos(angle) + y * math.sin(angle) - tip)
+
+    assert shape_read(melted) == shape
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shape_stretched_out_of_proportion_is_none(shape: str) -> None:
+    for angle in (0.0, math.pi / 2):
+        assert shape_read(distorted(shape, stretch=1.6, angle=angle)) == "?"
+
+
+@pytest.mark.parametrize(
+    "outline",
+    [
+        lambda x, y: np.maximum(np.hypot(x, y) - 1.2, y),  # half a disc
+        lambda x, y: np.maximum(np.maximum(abs(x), abs(y)) - 1.1, np.minimum(x, -y)),  # an L
+        lambda x, y: abs(np.hypot(x, y) - 0.9) - 0.25,  # a ring
+        lambda x, y: np.maximum(abs(x) - 1.4, abs(y) - 0.6),  # a bar
+        lambda x, y: np.minimum(
+            np.maximum(abs(x) - 1.1, abs(y + 0.7) - 0.4), np.maximum(abs(x) - 0.4, abs(y) - 1.1)
+        ),  # a T
+        lambda x, y: (abs(x) + abs(y) - 1.25) / math.sqrt(2),  # a square on its corner
+        lambda x, y: shape_distance("triangle", x, -y, np),  # a triangle on its tip
+        lambda x, y: np.hypot(x, y) - 1 - 0.25 * np.cos(3 * np.arctan2(y, x)),  # three and five lobes
+        lambda x, y: np.hypot(x, y) - 1 - 0.25 * np.cos(5 * np.arctan2(y, x)),
+    ],
+    ids=["half disc", "L", "ring", "bar", "T", "diamond", "tip down", "three lobes", "five lobes"],
+)
+def test_other_outlines_are_none_of_the_shapes(outline: Outline) -> None:
+    assert shape_read(outline) == "?"
+
+
+@pytest.mark.parametrize("asked", SHAPES)
+def test_every_other_shape_is_wrong(asked: str) -> None:
+    things = [MovingShape(shape, "cyan", "left") for shape in SHAPES]
+    for thing, clip in zip(things, draw([Spec((thing,), "checkered") for thing in things], seed=4), strict=True):
+        judged = judge(analyse(clip), [dataclasses.replace(thing, shape=asked)])
+        assert judged.shape == (thing.shape == asked,)
 
 
 def test_a_flicker_does_not_count_and_a_vanishing_object_is_not_read() -> None:
