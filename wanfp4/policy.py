@@ -12,11 +12,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
+from wanfp4 import checks
 from wanfp4.errors import PolicyError
 
 SCHEMA_VERSION = 1
@@ -30,49 +31,6 @@ MARGIN_UNITS = ("raw", "log2")
 DENOMINATORS = ("codes", "exact")
 EXPERTS = ("transformer", "transformer_2")
 MAX_STORED_SHIFT = 64
-
-_T = TypeVar("_T")
-
-
-def _choose(owner: str, name: str, value: object, allowed: Iterable[object]) -> None:
-    allowed = tuple(allowed)
-    if value not in allowed:
-        raise PolicyError(f"{owner}.{name}={value!r} does not exist; choose from {', '.join(map(str, allowed))}")
-
-
-def _number(owner: str, name: str, value: object, low: float, high: float, *, whole: bool = False) -> None:
-    kind = int if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value) or not low <= value <= high:
-        what = "a whole number" if whole else "a number"
-        raise PolicyError(f"{owner}.{name} must be {what} from {low:g} to {high:g}, not {value!r}")
-
-
-def _flag(owner: str, name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise PolicyError(f"{owner}.{name} must be true or false, not {value!r}")
-
-
-def _build(cls: type[_T], data: object, where: str) -> _T:
-    """Make the dataclass `cls` from a JSON object; an unknown field is an error that lists the fields that exist."""
-    if not isinstance(data, Mapping):
-        raise PolicyError(f"{where} must be an object, not {data!r}")
-    names = [f.name for f in dataclasses.fields(cast(Any, cls))]
-    unknown = sorted(set(data) - set(names))
-    if unknown:
-        raise PolicyError(f"{where} has no field {', '.join(map(repr, unknown))}; its fields are {', '.join(names)}")
-    needed = [
-        f.name for f in dataclasses.fields(cast(Any, cls)) if f.default is f.default_factory is dataclasses.MISSING
-    ]
-    missing = [name for name in needed if name not in data]
-    if missing:
-        raise PolicyError(f"{where} needs the field {', '.join(map(repr, missing))}")
-    return cls(**data)
-
-
-def _sequence(owner: str, name: str, value: object) -> tuple[Any, ...]:
-    if not isinstance(value, list | tuple):
-        raise PolicyError(f"{owner}.{name} must be a list, not {value!r}")
-    return tuple(value)
 
 
 @dataclass(frozen=True)
@@ -93,10 +51,10 @@ class Classifier:
     density: int = 0
 
     def __post_init__(self) -> None:
-        _choose("classifier", "kind", self.kind, CLASSIFIERS)
+        checks.choose("classifier", "kind", self.kind, CLASSIFIERS)
         for name in ("A", "B", "A2", "B2"):
-            _number("classifier", name, getattr(self, name), -16, 16)
-        _choose("classifier", "density", self.density, (1, 2, 4) if self.kind == "mix" else (0,))
+            checks.number("classifier", name, getattr(self, name), -16, 16)
+        checks.choose("classifier", "density", self.density, (1, 2, 4) if self.kind == "mix" else (0,))
         used = {"exp2": (), "affine": ("A", "B"), "mix": ("A", "B"), "two-piece": ("A", "B", "A2", "B2")}[self.kind]
         for name in ("A", "B", "A2", "B2"):
             if name not in used and getattr(self, name) != 0:
@@ -161,7 +119,7 @@ class Numerics:
     def __post_init__(self) -> None:
         classifier: object = self.classifier  # a JSON object when the policy comes from a file
         if not isinstance(classifier, Classifier):
-            object.__setattr__(self, "classifier", _build(Classifier, classifier, "numerics.classifier"))
+            object.__setattr__(self, "classifier", checks.build(Classifier, classifier, "numerics.classifier"))
         for name, allowed in (
             ("qk", QK_FORMATS),
             ("p", P_FORMATS),
@@ -170,12 +128,12 @@ class Numerics:
             ("margin_unit", MARGIN_UNITS),
             ("denominator", DENOMINATORS),
         ):
-            _choose("numerics", name, getattr(self, name), allowed)
-        _number("numerics", "margin", self.margin, 0, 126)
-        _number("numerics", "stored_shift", self.stored_shift, 0, MAX_STORED_SHIFT, whole=True)
-        _number("numerics", "p_peak", self.p_peak, 2**-8, 2688)
+            checks.choose("numerics", name, getattr(self, name), allowed)
+        checks.number("numerics", "margin", self.margin, 0, 126)
+        checks.number("numerics", "stored_shift", self.stored_shift, 0, MAX_STORED_SHIFT, whole=True)
+        checks.number("numerics", "p_peak", self.p_peak, 2**-8, 2688)
         for name in ("smooth_k", "smooth_q", "smooth_v", "global_scale"):
-            _flag("numerics", name, getattr(self, name))
+            checks.flag("numerics", name, getattr(self, name))
         direct = self.p == "mxfp4-direct"
         if self.classifier.kind != "exp2" and self.p not in ("mxfp4-direct", "nvfp4"):
             raise PolicyError(f"classifier {self.classifier.label} makes 4-bit codes, but numerics.p is {self.p!r}")
@@ -233,10 +191,10 @@ class Guard:
     logit_limit: float = 60.0
 
     def __post_init__(self) -> None:
-        _number("guard", "margin", self.margin, 0, 126)
-        _number("guard", "stored_shift", self.stored_shift, 0, MAX_STORED_SHIFT, whole=True)
-        _choose("guard", "margin_unit", self.margin_unit, MARGIN_UNITS)
-        _number("guard", "logit_limit", self.logit_limit, 0, 1e6)
+        checks.number("guard", "margin", self.margin, 0, 126)
+        checks.number("guard", "stored_shift", self.stored_shift, 0, MAX_STORED_SHIFT, whole=True)
+        checks.choose("guard", "margin_unit", self.margin_unit, MARGIN_UNITS)
+        checks.number("guard", "logit_limit", self.logit_limit, 0, 1e6)
         if self.margin + self.stored_shift > 126:
             raise PolicyError(
                 f"guard: margin + stored_shift must be at most 126, found {self.margin:g} + {self.stored_shift}"
@@ -273,23 +231,23 @@ class Rule:
     def __post_init__(self) -> None:
         object.__setattr__(self, "numerics", _numerics(self.numerics, "rule.numerics"))
         if self.layers is not None:
-            layers = _sequence("rule", "layers", self.layers)
+            layers = checks.sequence("rule", "layers", self.layers)
             for layer in layers:
-                _number("rule", "layers", layer, -10_000, 10_000, whole=True)
+                checks.number("rule", "layers", layer, -10_000, 10_000, whole=True)
             if not layers:
                 raise PolicyError("rule.layers is empty, so the rule can never apply; leave it out to mean every layer")
             object.__setattr__(self, "layers", layers)
         if self.sigma is not None:
-            sigma = _sequence("rule", "sigma", self.sigma)
+            sigma = checks.sequence("rule", "sigma", self.sigma)
             if len(sigma) != 2:
                 raise PolicyError(f"rule.sigma must be two numbers (low, high), not {self.sigma!r}")
             for value in sigma:
-                _number("rule", "sigma", value, 0, 1)
+                checks.number("rule", "sigma", value, 0, 1)
             if sigma[0] > sigma[1]:
                 raise PolicyError(f"rule.sigma has low > high: {sigma[0]:g} > {sigma[1]:g}")
             object.__setattr__(self, "sigma", (float(sigma[0]), float(sigma[1])))
         if self.expert is not None:
-            _choose("rule", "expert", self.expert, EXPERTS)
+            checks.choose("rule", "expert", self.expert, EXPERTS)
 
     def matches(self, layer: int, num_layers: int, sigma: float | None, expert: str) -> bool:
         if self.layers is not None and layer not in {n + num_layers if n < 0 else n for n in self.layers}:
@@ -334,14 +292,14 @@ class Policy:
             raise PolicyError(f"policy.description must be a text, not {self.description!r}")
         object.__setattr__(self, "numerics", _numerics(self.numerics, "policy.numerics"))
         rules = tuple(
-            r if isinstance(r, Rule) else _build(Rule, r, f"policy.rules[{i}]")
-            for i, r in enumerate(_sequence("policy", "rules", self.rules))
+            r if isinstance(r, Rule) else checks.build(Rule, r, f"policy.rules[{i}]")
+            for i, r in enumerate(checks.sequence("policy", "rules", self.rules))
         )
         object.__setattr__(self, "rules", rules)
         guard: object = self.guard  # a JSON object when the policy comes from a file
         if guard is not None and not isinstance(guard, Guard):
-            object.__setattr__(self, "guard", _build(Guard, guard, "policy.guard"))
-        _number("policy", "min_tokens", self.min_tokens, 0, 2**40, whole=True)
+            object.__setattr__(self, "guard", checks.build(Guard, guard, "policy.guard"))
+        checks.number("policy", "min_tokens", self.min_tokens, 0, 2**40, whole=True)
 
     def resolve(
         self, *, layer: int, num_layers: int, sigma: float | None, expert: str = "transformer", tokens: int
@@ -386,7 +344,7 @@ class Policy:
             raise PolicyError(f"policy has schema {version!r}; this version of wanfp4 reads schema {SCHEMA_VERSION}")
         if "name" not in data:
             raise PolicyError("policy has no field 'name'")
-        return _build(cls, data, "policy")
+        return checks.build(cls, data, "policy")
 
     @classmethod
     def from_json(cls, source: str | Path) -> Policy:
@@ -409,7 +367,7 @@ def _numerics(value: object, where: str) -> Numerics:
         return value
     if isinstance(value, str):
         return get_policy(value).numerics
-    return _build(Numerics, value, where)
+    return checks.build(Numerics, value, where)
 
 
 def policies() -> dict[str, Policy]:
