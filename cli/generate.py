@@ -85,11 +85,11 @@ class Plan:
     def _backend_line(self) -> str:
         from wanfp4.kernels import dispatch
 
-        wanted = [n for n in (self.policy.numerics, *(r.numerics for r in self.policy.rules)) if not n.is_exact]
+        wanted = self.policy.rounding
         if not wanted and self.backend is None:
             return "the pipeline's own attention"
         names: dict[str, None] = {}
-        for numerics in wanted or [self.policy.numerics]:
+        for numerics in wanted or (self.policy.numerics,):
             try:
                 chosen = dispatch.select(numerics, self.device, self.backend)
             except BackendError as error:

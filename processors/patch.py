@@ -285,10 +285,9 @@ def _check_backend(policy: Policy, backend: str | None, strict: bool, pipe: Any,
     for parameter in (next(expert.transformer.parameters(), None) for expert in experts):
         if parameter is not None and parameter.device.type != "meta":  # weights that offloading keeps elsewhere
             devices.append(parameter.device)
-    numerics = [n for n in (policy.numerics, *(rule.numerics for rule in policy.rules)) if not n.is_exact] or [EXACT]
     if backend is None and not strict:
         return
-    for wanted in numerics:
+    for wanted in policy.rounding or (EXACT,):
         errors = []
         for device in devices or [torch.device("cpu")]:
             try:

@@ -137,7 +137,7 @@ class Session:
         rules = [rule.numerics for rule in policy.rules]
         # A policy that rounds nothing has one use for a named backend: to run exact attention there (drift's noise
         # floor). In any other policy "bf16" means the pipeline's own attention, whichever backend runs the rest.
-        self._exact_backend = backend if all(n.is_exact for n in (policy.numerics, *rules)) else None
+        self._exact_backend = None if policy.rounding else backend
         names = {preset.numerics: name for name, preset in reversed(policies().items())}
         self._names = {n: names.get(n, f"{policy.name}, rule") for n in rules} | {policy.numerics: policy.name}
         self._said: set[str] = set()

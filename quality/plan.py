@@ -89,8 +89,7 @@ def make_plan(
 def check_backend(policies: Sequence[Policy], backend: str | None, device: torch.device) -> None:
     """Raise BackendError now for what `wanfp4.patch` would raise once the weights are loaded."""
     for policy in policies if backend is not None else ():
-        wanted = [n for n in (policy.numerics, *(rule.numerics for rule in policy.rules)) if not n.is_exact]
-        for numerics in wanted or [policy.numerics]:
+        for numerics in policy.rounding or (policy.numerics,):
             dispatch.select(numerics, device, backend)
 
 

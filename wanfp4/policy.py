@@ -301,6 +301,11 @@ class Policy:
             object.__setattr__(self, "guard", checks.build(Guard, guard, "policy.guard"))
         checks.number("policy", "min_tokens", self.min_tokens, 0, 2**40, whole=True)
 
+    @property
+    def rounding(self) -> tuple[Numerics, ...]:
+        """The numerics of the policy and its rules that a backend must run: those that are not exact."""
+        return tuple(n for n in (self.numerics, *(rule.numerics for rule in self.rules)) if not n.is_exact)
+
     def resolve(
         self, *, layer: int, num_layers: int, sigma: float | None, expert: str = "transformer", tokens: int
     ) -> Resolution:

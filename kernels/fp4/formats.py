@@ -103,6 +103,14 @@ def direct_exponent(amax: Tensor) -> Tensor:
     return torch.where(amax.isnan(), torch.nan, torch.where(amax.isinf(), torch.inf, e))
 
 
+def e4m3_exponent(amax: Tensor) -> Tensor:
+    """The smallest exponent e (float32) with amax ≤ 448 · 2^e, for amax ≥ 0; -inf for 0, inf for inf, NaN for NaN."""
+    mantissa, exponent = torch.frexp(amax / E4M3_MAX)
+    e = exponent.float() - (mantissa == 0.5).float()
+    e = torch.where(amax == 0, -torch.inf, torch.where(amax.isinf(), torch.inf, e))
+    return torch.where(amax.isnan(), torch.nan, e)
+
+
 @dataclass(frozen=True)
 class Quantized:
     """A tensor in a block format.
@@ -261,10 +269,7 @@ def quantize_mxfp8_token_block(x: Tensor) -> Quantized:
     """
     blocks = _blocks(x, -2, 32)  # […, head_dim, n, 32]
     amax = blocks.abs().amax((-3, -1))  # […, n]
-    mantissa, exponent = torch.frexp(amax / E4M3_MAX)
-    e = exponent.float() - (mantissa == 0.5).float()
-    e = torch.where(amax == 0, -torch.inf, torch.where(amax.isinf(), torch.inf, e))
-    scales = encode_e8m0(torch.where(amax.isnan(), torch.nan, e))
+    scales = encode_e8m0(e4m3_exponent(amax))
     codes = encode_e4m3(blocks / decode_e8m0(scales)[..., None, :, None])
     one = torch.ones((), device=x.device)
     return Quantized(

@@ -239,18 +239,20 @@ def probabilities(z: Tensor, reference: Tensor, numerics: Numerics) -> Weights:
         # What the online softmax multiplies earlier tiles with when a larger maximum turns up.
         rescale = torch.exp(m - reference[..., -1:])
     t = (z - m) * LOG2_E
-    weights = _direct(t, numerics) if numerics.p == "mxfp4-direct" else _scaled(t, numerics)
-    if rescale is None:
-        return weights
-    weight = weights.weight * rescale
+    return (_direct if numerics.p == "mxfp4-direct" else _scaled)(t, numerics, rescale)
+
+
+def _total(weight: Tensor, log2_p: Tensor, numerics: Numerics, rescale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Weights [h, r, Sk], rescaled where the reference moved, and their denominator; `log2_p` is what was rounded."""
+    if rescale is not None:
+        weight = weight * rescale
     if numerics.denominator == "codes":
-        total = weight.sum(-1)
-    else:
-        total = (torch.exp2(t - weights.log2_unit.unsqueeze(-1)) * rescale).sum(-1)
-    return Weights(weight, total, weights.codes, weights.scales, weights.log2_unit, weights.shifted)
+        return weight, weight.sum(-1)
+    exact = torch.exp2(log2_p)
+    return weight, (exact if rescale is None else exact * rescale).sum(-1)
 
 
-def _direct(t: Tensor, numerics: Numerics) -> Weights:
+def _direct(t: Tensor, numerics: Numerics, rescale: Tensor | None = None) -> Weights:
     """Direct-P: MXFP4 codes straight from scores. t [h, r, Sk] in octaves."""
     keys = t.shape[-1]
     blocks = pad(t, (0, -keys % 32), value=-torch.inf).unflatten(-1, (-1, 32))
@@ -265,7 +267,7 @@ def _direct(t: Tensor, numerics: Numerics) -> Weights:
     weight = (codes * formats.decode_e8m0(scales).unsqueeze(-1)).flatten(-2)[..., :keys]
     # weight = 6p·2^-(L + shift): the codes' grid is α·q/6.
     log2_unit = shift + numerics.stored_shift - LOG2_6
-    total = weight.sum(-1) if numerics.denominator == "codes" else torch.exp2(t - log2_unit.unsqueeze(-1)).sum(-1)
+    weight, total = _total(weight, t - log2_unit.unsqueeze(-1), numerics, rescale)
     return Weights(weight, total, codes, scales, log2_unit, shift != 0)
 
 
@@ -292,7 +294,7 @@ def mix_lanes(blocks: int, density: int, device: torch.device) -> Tensor:
     return lanes.repeat_interleave(2, 1).repeat(-(-blocks // 4), 1)[:blocks].to(device)
 
 
-def _scaled(t: Tensor, numerics: Numerics) -> Weights:
+def _scaled(t: Tensor, numerics: Numerics, rescale: Tensor | None = None) -> Weights:
     """P in the formats that scale probabilities: NVFP4, E4M3, E4M3 with block exponents, BF16, or unrounded."""
     keys = t.shape[-1]
     top = t.amax(-1) + math.log2(numerics.p_peak)
@@ -318,14 +320,13 @@ def _scaled(t: Tensor, numerics: Numerics) -> Weights:
             weight = formats.round_e4m3(weight)
         elif numerics.p == "bf16":
             weight = weight.bfloat16().float()
-    total = (weight if numerics.denominator == "codes" else torch.exp2(s)).sum(-1)
+    weight, total = _total(weight, s, numerics, rescale)
     return Weights(weight, total, codes, scales, log2_unit, shift != 0)
 
 
 def _mxfp8(p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """E4M3 values, UE8M0 bytes and products of p [h, r, n, 32]: one exponent per row and 32 keys, amax ≤ 448·2^e."""
-    mantissa, exponent = torch.frexp(p.amax(-1) / formats.E4M3_MAX)
-    scales = formats.encode_e8m0(exponent.float() - (mantissa == 0.5).float())
+    scales = formats.encode_e8m0(formats.e4m3_exponent(p.amax(-1)))
     scale = formats.decode_e8m0(scales).unsqueeze(-1)
     codes = formats.round_e4m3(p / scale)
     return codes, scales, codes * scale
