@@ -9,6 +9,7 @@ import typer
 
 from wanfp4.cli import common
 from wanfp4.cli.latents import refuse_inputs
+from wanfp4.cli.task import CLIPS, refuse_others, task_table
 from wanfp4.errors import OutputError, SettingsError
 from wanfp4.processors.model_info import inspect_model
 
@@ -20,9 +21,13 @@ PAGES = ("report.html", "report.md", "report.json")
 
 def drift(
     policies: Annotated[
-        str,
-        typer.Option("--policies", metavar="A,B", help="Presets or policy .json files, separated by commas."),
-    ] = "wan-fast",
+        str | None,
+        typer.Option(
+            "--policies",
+            metavar="A,B",
+            help="Presets or policy .json files, separated by commas. Default: wan-fast; every preset with --task.",
+        ),
+    ] = None,
     prompt: Annotated[
         list[str] | None,
         typer.Option(
@@ -31,9 +36,12 @@ def drift(
     ] = None,
     prompts: common.PromptsOption = None,
     seeds: Annotated[
-        str,
-        typer.Option(metavar="N,N", help="Seeds of the noise, separated by commas; several show the spread."),
-    ] = "0,1",
+        str | None,
+        typer.Option(
+            metavar="N,N",
+            help="Seeds of the noise, separated by commas; several show the spread. Default: 0,1; 0 with --task.",
+        ),
+    ] = None,
     model: common.ModelOption = None,
     backend: common.BackendOption = None,
     height: common.HeightOption = None,
@@ -59,6 +67,18 @@ def drift(
             "ssim, flicker, black-frames, nan-frames.",
         ),
     ] = None,
+    task: Annotated[
+        bool,
+        typer.Option(
+            "--task", help="Instead: is what the sample pipeline draws still what was asked? Goes on where it stopped."
+        ),
+    ] = False,
+    clips: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help=f"Tasks of --task, one clip each; default: {CLIPS}.")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Clips of --task made at a time; by device if not given.")
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the report goes.")] = Path(
         "drift-report"
     ),
@@ -74,7 +94,20 @@ def drift(
     wanfp4 drift --policies wan-fast,nvfp4 --seeds 0,1,2 -o report
     wanfp4 drift --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --prompts prompts.txt --steps 20
     wanfp4 drift --budget 0.1 --budget psnr=25          fails in CI when the policy got worse
+    wanfp4 drift --task --device cuda -o task           does the sample pipeline still draw what was asked?
     """
+    refuse_others(
+        task,
+        {"--clips": clips, "--batch": batch},
+        {
+            "--prompt": prompt,
+            "--prompts": prompts,
+            "--budget": budget,
+            "--fps": fps,
+            "--guidance-2": guidance_2,
+            "--offload": None if offload == "none" else offload,
+        },
+    )
     named, source = common.named_model(model)
     info = inspect_model(source)
     settings = info.settings(
@@ -93,19 +126,38 @@ def drift(
     from wanfp4.quality.budget import parse_budget
     from wanfp4.quality.plan import check_backend, make_plan
 
-    plan = make_plan(
-        info,
-        [name.strip() for name in policies.split(",") if name.strip()],
-        _prompts(prompt, prompts),
-        _seeds(seeds),
-        settings=settings,
-        budget=parse_budget(budget or []),
-    )
     place = pipelines.pick_device(device)
     pipelines.check_dtype(dtype)
     pipelines.check_offload(offload, place)
+    if task:
+        task_table(
+            None if policies is None else _names(policies),
+            _one_seed(seeds),
+            named=named,
+            source=source,
+            info=info,
+            settings=settings,
+            clips=clips,
+            batch=batch,
+            backend=backend,
+            strict=strict,
+            device=place,
+            dtype=dtype,
+            output=output,
+            force=force,
+        )
+        return
+    names = _names("wan-fast" if policies is None else policies)
+    plan = make_plan(
+        info,
+        names,
+        _prompts(prompt, prompts),
+        _seeds("0,1" if seeds is None else seeds),
+        settings=settings,
+        budget=parse_budget(budget or []),
+    )
     check_backend(plan.policies, backend, place)
-    inputs = [*(Path(name.strip()) for name in policies.split(",")), *([prompts] if prompts is not None else [])]
+    inputs = [*map(Path, names), *([prompts] if prompts is not None else [])]
     for page in PAGES:
         refuse_inputs(output / page, inputs)
     _check_output(output, force)
@@ -140,6 +192,10 @@ def drift(
         raise typer.Exit(common.OVER_BUDGET)
 
 
+def _names(policies: str) -> list[str]:
+    return [name.strip() for name in policies.split(",") if name.strip()]
+
+
 def _prompts(prompt: list[str] | None, prompts: Path | None) -> list[str]:
     if prompt and prompts is not None:
         raise SettingsError("give --prompt or --prompts FILE, not both")
@@ -153,6 +209,13 @@ def _seeds(text: str) -> list[int]:
         return [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         raise SettingsError(f"--seeds must be whole numbers separated by commas, as 0,1,2; not {text!r}") from None
+
+
+def _one_seed(text: str | None) -> int:
+    seeds = _seeds("0" if text is None else text)
+    if len(seeds) != 1:
+        raise SettingsError(f"--task takes one seed, which all its prompts and noise follow from; not {text!r}")
+    return seeds[0]
 
 
 def _check_output(folder: Path, force: bool) -> None:

@@ -48,7 +48,7 @@ def html_page(data: Json, files: Mapping[str, bytes]) -> str:
     """The whole page, self-contained as far as its media fit; `data` as `DriftReport.to_dict` gives it."""
     sections = _sections(data)
     return (
-        _environment()
+        environment()
         .get_template("report.html.j2")
         .render(
             r=data,
@@ -62,7 +62,7 @@ def html_page(data: Json, files: Mapping[str, bytes]) -> str:
 
 def markdown_page(data: Json) -> str:
     """The short form for a pull request."""
-    return _environment().get_template("report.md.j2").render(r=data, sections=_sections(data), **_shared(data))
+    return environment().get_template("report.md.j2").render(r=data, sections=_sections(data), **_shared(data))
 
 
 def _shared(data: Json) -> Json:
@@ -239,7 +239,8 @@ def heat(value: float | str, rows: Sequence[Json]) -> str:
 
 
 @functools.cache
-def _environment() -> jinja2.Environment:
+def environment() -> jinja2.Environment:
+    """The templates beside this file, with the filters above."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=jinja2.select_autoescape(enabled_extensions=("html.j2",)),

@@ -112,10 +112,8 @@ class DriftReport:
         return {**copy.deepcopy(self.data), "budget": verdict(self.data["policies"], self.budget)}
 
     def to_json(self) -> str:
-        """JSON text; lists of numbers stand on one line."""
-        text = json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False)
-        # A line break cannot be inside a JSON string, so this meets nothing but lists of plain values.
-        return re.sub(r"\[\n[^\[\]{}]*?\]", lambda found: re.sub(r"\n\s*", " ", found[0]), text) + "\n"
+        """What report.json holds, as text."""
+        return json_text(self.to_dict())
 
     def save(self, folder: str | Path, *, pages: bool = True) -> Path:
         """Write report.json, videos/, strips/ and, with `pages`, report.html and report.md; returns the folder.
@@ -170,6 +168,13 @@ class DriftReport:
 
     def _named_files(self) -> list[str]:
         return _named_files(self.data)
+
+
+def json_text(data: Json) -> str:
+    """JSON text; lists of numbers stand on one line."""
+    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
+    # A line break cannot be inside a JSON string, so this meets nothing but lists of plain values.
+    return re.sub(r"\[\n[^\[\]{}]*?\]", lambda found: re.sub(r"\n\s*", " ", found[0]), text) + "\n"
 
 
 def _named_files(data: Json) -> list[str]:

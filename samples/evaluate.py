@@ -1,9 +1,10 @@
 """How good is a sample pipeline? Held-out prompts judged by the checker, and its VAE on held-out clips.
 
 python -m wanfp4.samples.evaluate MODEL --clips 200 --json out.json --sheet out.png
-python -m wanfp4.samples.evaluate MODEL --policies wan-fast,nvfp4        a task-level table
 python -m wanfp4.samples.evaluate MODEL --guidance 2,3,4 --steps 10,20   a sweep
 python -m wanfp4.samples.evaluate MODEL --vae --clips 300                only the VAE, and the checker itself
+
+All of it with the pipeline's own attention; `wanfp4 drift --task` judges 4-bit policies by the same tasks.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ import numpy.typing as npt
 import typer
 from tqdm import tqdm
 
-from wanfp4.cli.common import BackendOption, Command, DeviceOption, DtypeOption, quiet_libraries
+from wanfp4.cli.common import Command, DeviceOption, DtypeOption, quiet_libraries
 from wanfp4.errors import SettingsError
 from wanfp4.quality.files import replacing, write
 from wanfp4.samples import bundled
 from wanfp4.samples.data import DEFAULT, HELD_OUT, Size, random_spec
-from wanfp4.samples.task import Answers, Json, Judges, Task, lines, make_tasks, mistakes, table, task_table
+from wanfp4.samples.task import Answers, Json, Judges, Task, answer, default_batch, lines, make_tasks, mistakes, table
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -36,10 +37,6 @@ def evaluate(
     clips: Annotated[int, typer.Option(min=1, help="How many clips, of one and two objects.")] = 200,
     pairs: Annotated[float, typer.Option(min=0, max=1, help="Share of clips with two objects.")] = 0.3,
     seed: Annotated[int, typer.Option(help="Of prompts and noise.")] = 0,
-    policies: Annotated[
-        str, typer.Option("--policies", "--policy", metavar="A,B", help="Also through these policies, emulated or not.")
-    ] = "",
-    backend: BackendOption = None,
     guidance: Annotated[str, typer.Option(metavar="X,X", help="Guidance scales; several make a sweep.")] = "",
     shift: Annotated[str, typer.Option(metavar="X,X", help="Flow shifts; several make a sweep.")] = "",
     steps: Annotated[str, typer.Option(metavar="N,N", help="Step counts; several make a sweep.")] = "",
@@ -79,36 +76,27 @@ def evaluate(
     with quiet_libraries():
         pipe = load_pipeline(folder, device=place, dtype=dtype)
     tasks = make_tasks(clips, pairs=pairs, seed=seed)
-    batch = batch or (64 if place.type == "cuda" else 2)
+    batch = batch or default_batch(place)
     report = {"model": str(folder), "clips": clips, "pairs": pairs, "seed": seed, "runs": []}
-    total = len(tasks) * len(sweep) * (1 + len(_names(policies)))
-    with Judges(workers) as judges, tqdm(total=total, unit="clip", dynamic_ncols=True) as bar:
+    with Judges(workers) as judges, tqdm(total=len(tasks) * len(sweep), unit="clip", dynamic_ncols=True) as bar:
         for settings in sweep:
-            label = f"guidance {settings.guidance:g}, shift {settings.shift:g}, steps {settings.steps}"
             keep = settings is sweep[0] and sheet is not None
-            rows = task_table(
-                pipe,
-                tasks,
-                settings,
-                _names(policies),
-                judges=judges,
-                backend=backend,
-                batch=batch,
-                keep=keep,
-                done=bar.update,
-            )
-            for answers, figures in rows:
-                report["runs"].append(figures)
-                if json_file is not None:  # what is finished survives an interruption
-                    write(json_file, json.dumps(report, indent=1) + "\n")
-                for line in lines(f"{answers.name}, {label}", figures["table"]):
-                    bar.write(line)
-                if "agreement" in figures:
-                    share = figures["agreement"]
-                    bar.write(f"  shows what the pipeline's own attention shows in {share['right']} of {share['of']}")
-                bar.write(f"  {len(tasks)} clips in {answers.seconds:.1f} s")
-                if answers.clips and sheet is not None:
-                    write_sheet(sheet, answers, sheet_clips)
+            answers = answer(pipe, tasks, settings, judges=judges, batch=batch, keep=keep, done=bar.update)
+            run: Json = {
+                "settings": settings.to_dict(),
+                "seconds": round(answers.seconds, 1),
+                "table": table(answers),
+                "mistakes": mistakes(answers),
+            }
+            report["runs"].append(run)
+            if json_file is not None:  # what is finished survives an interruption
+                write(json_file, json.dumps(report, indent=1) + "\n")
+            label = f"guidance {settings.guidance:g}, shift {settings.shift:g}, steps {settings.steps}"
+            for line in lines(label, run["table"]):
+                bar.write(line)
+            bar.write(f"  {len(tasks)} clips in {answers.seconds:.1f} s")
+            if answers.clips and sheet is not None:
+                write_sheet(sheet, answers, sheet_clips)
     _finish(report, json_file)
 
 

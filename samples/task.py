@@ -4,7 +4,7 @@
     with Judges() as judges:
         answers = answer(pipe, tasks, settings, judges=judges)               the pipeline's own attention
         fast = answer(pipe, tasks, settings, policy="wan-fast", judges=judges)
-    table(answers), agreement(fast, answers)
+    table(answers), agreement(fast.shown, answers.shown), paired(fast.right, answers.right)
 
 Every object of a task is a combination of shape, colour and direction that training never showed.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -27,7 +28,10 @@ from wanfp4.samples.checker import Clip, Judgement, Verdict, analyse, judge
 from wanfp4.samples.data import BACKGROUNDS, HELD_OUT, Spec, caption, prompt_of, random_spec
 
 if TYPE_CHECKING:
+    import torch
+
     from wanfp4.processors.model_info import Settings
+    from wanfp4.receipt import Receipt
 
 Json = dict[str, Any]
 
@@ -70,7 +74,17 @@ class Judges:
     def __init__(self, workers: int | None = None) -> None:
         cores = os.cpu_count() or 1
         self.workers = workers if workers is not None else min(8, cores - 1)
-        self._pool = ProcessPoolExecutor(self.workers, mp_context=get_context("spawn")) if self.workers else None
+        # Ctrl-C goes to the whole group of processes: this one deals with it, and the workers end with it.
+        self._pool = (
+            ProcessPoolExecutor(
+                self.workers,
+                mp_context=get_context("spawn"),
+                initializer=signal.signal,
+                initargs=(signal.SIGINT, signal.SIG_IGN),
+            )
+            if self.workers
+            else None
+        )
 
     def submit(self, clip: Clip) -> Future[Verdict]:
         """The verdict on a clip, sooner or later."""
@@ -90,18 +104,33 @@ class Judges:
 
 @dataclass(frozen=True)
 class Answers:
-    """What a pipeline made of tasks. `clips` are uint8 [T, H, W, 3]; `backends` counts attention calls by backend."""
+    """What a pipeline made of tasks. `clips` are uint8 [T, H, W, 3]; `receipt` says what a policy ran, None without."""
 
     name: str
     tasks: Sequence[Task]
     verdicts: Sequence[Verdict]
     seconds: float
     clips: Sequence[Clip] = field(repr=False, default=())
-    backends: dict[str, int] = field(default_factory=dict)
+    receipt: Receipt | None = None
 
     @property
     def judgements(self) -> list[Judgement]:
         return [judge(v, t.spec.objects) for v, t in zip(self.verdicts, self.tasks, strict=True)]
+
+    @property
+    def right(self) -> list[bool]:
+        """For each task, whether everything is as asked."""
+        return [judgement.right for judgement in self.judgements]
+
+    @property
+    def shown(self) -> list[str]:
+        """For each task, what the clip shows, in words that are equal when two clips agree."""
+        return [", ".join((str(v.count), *map(" ".join, v.answers))) for v in self.verdicts]
+
+
+def default_batch(device: torch.device) -> int:
+    """How many clips are made at a time unless told."""
+    return 64 if device.type == "cuda" else 2
 
 
 def generate(
@@ -149,6 +178,7 @@ def answer(
     judges: Judges,
     policy: str | Path | Policy | None = None,
     backend: str | None = None,
+    strict: bool = False,
     batch: int = 1,
     keep: bool = False,
     done: Callable[[int], None] = lambda n: None,
@@ -162,7 +192,7 @@ def answer(
 
     started, futures, clips = time.perf_counter(), [], []
     chosen = None if policy is None else get_policy(policy)
-    handle = None if chosen is None else patch(pipe, chosen, backend)
+    handle = None if chosen is None else patch(pipe, chosen, backend, strict=strict)
     try:
         for clip in generate(pipe, tasks, settings, batch=batch, done=done):
             futures.append(judges.submit(clip))
@@ -171,57 +201,10 @@ def answer(
     finally:
         if handle is not None:
             handle.restore()
-    backends: dict[str, int] = {}
-    for entry in handle.receipt().entries if handle is not None else ():
-        backends[entry.ran.backend] = backends.get(entry.ran.backend, 0) + entry.calls
+    receipt = None if handle is None else handle.receipt()
     verdicts = [future.result() for future in futures]
     name = "the pipeline's own attention" if chosen is None else chosen.name
-    return Answers(name, tasks, verdicts, time.perf_counter() - started, clips, backends)
-
-
-def task_table(
-    pipe: Any,
-    tasks: Sequence[Task],
-    settings: Settings,
-    policies: Sequence[str | Path | Policy] = (),
-    *,
-    judges: Judges,
-    backend: str | None = None,
-    batch: int = 1,
-    keep: bool = False,
-    done: Callable[[int], None] = lambda n: None,
-) -> Iterator[tuple[Answers, Json]]:
-    """What the pipeline's own attention makes of the tasks, then each policy: answers, and figures as JSON values.
-
-    The figures: `attention` (name), `settings`, `seconds`, `backends`, `table`, `mistakes`, and for policies
-    `agreement` with the pipeline's own answers. `keep` keeps the clips of the first. Raises what `answer` raises.
-    """
-    own = None
-    for policy in (None, *policies):
-        answers = answer(
-            pipe,
-            tasks,
-            settings,
-            judges=judges,
-            policy=policy,
-            backend=backend,
-            batch=batch,
-            keep=keep and policy is None,
-            done=done,
-        )
-        figures: Json = {
-            "attention": answers.name,
-            "settings": settings.to_dict(),
-            "seconds": round(answers.seconds, 1),
-            "backends": answers.backends,
-            "table": table(answers),
-            "mistakes": mistakes(answers),
-        }
-        if own is None:
-            own = answers
-        else:
-            figures["agreement"] = agreement(answers, own)
-        yield answers, figures
+    return Answers(name, tasks, verdicts, time.perf_counter() - started, clips, receipt)
 
 
 def wilson(right: int, of: int, z: float = 1.96) -> tuple[float, float]:
@@ -266,10 +249,34 @@ def table(answers: Answers) -> Json:
     return out
 
 
-def agreement(answers: Answers, reference: Answers) -> Json:
-    """How often two pipelines show the same: equal objects (shape, colour, direction) and equal count."""
-    pairs = zip(answers.verdicts, reference.verdicts, strict=True)
-    return rate([a.answers == b.answers and a.count == b.count for a, b in pairs])
+def agreement(shown: Sequence[str], reference: Sequence[str]) -> Json:
+    """How often two pipelines show the same (`Answers.shown`): equal objects and equal count."""
+    return rate([a == b for a, b in zip(shown, reference, strict=True)])
+
+
+def paired(right: Sequence[bool], reference: Sequence[bool]) -> Json:
+    """Is one better than the other at the same tasks (`Answers.right`)? Only tasks that one alone gets right tell.
+
+    lost    tasks that the reference gets right and this one does not.
+    gained  the other way round.
+    p       exact two-sided McNemar test (McNemar 1947): how likely so uneven a split or a more uneven one is if both
+            are equally good, so that each such task falls either way like a coin. 1 when there is none.
+    """
+    from scipy.stats import binomtest
+
+    pairs = list(zip(right, reference, strict=True))
+    lost, gained = sum(b and not a for a, b in pairs), sum(a and not b for a, b in pairs)
+    p = float(binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0
+    return {"lost": lost, "gained": gained, "p": float(f"{p:.6g}")}
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """p-values of several tests at once, adjusted (Holm 1979): below 0.05 in at most one family of twenty by chance."""
+    adjusted, largest = [0.0] * len(values), 0.0
+    for rank, i in enumerate(sorted(range(len(values)), key=lambda i: values[i])):
+        largest = max(largest, min(1.0, (len(values) - rank) * values[i]))
+        adjusted[i] = float(f"{largest:.6g}")
+    return adjusted
 
 
 def mistakes(answers: Answers) -> list[Json]:
