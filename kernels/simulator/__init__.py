@@ -1,0 +1,1 @@
+"""A strict simulator of sm_100a: runs compiled CuTe DSL functions on CPU tensors, in place, with no GPU and no driver."""
