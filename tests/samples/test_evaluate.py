@@ -130,8 +130,7 @@ def test_the_command_judges_the_bundled_pipeline(tmp_path: Path) -> None:
 
 
 def test_the_command_judges_vae_and_checker(tmp_path: Path) -> None:
-    result = run("--vae", "--clips", 4, "--workers", 0, "--device", "cpu",
-        "--json", tmp_path / "vae.json")
+    result = run("--vae", "--clips", 4, "--workers", 0, "--device", "cpu", "--json", tmp_path / "vae.json")
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "vae.json").read_text())
     assert report["psnr"]["minimum"] > 28
