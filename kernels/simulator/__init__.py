@@ -1,1 +1,1 @@
-"""A strict simulator of sm_100a: runs compiled CuTe DSL functions on CPU tensors, in place, with no GPU and no driver."""
+"""A strict simulator of sm_100a: runs compiled CuTe DSL functions on CPU tensors in place, without a GPU or driver."""

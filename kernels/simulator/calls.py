@@ -1,7 +1,8 @@
 """Answers the C interface through which CuTe DSL's host code reaches the CUDA runtime, for a device that is not there.
 
-Names and arguments: the declarations in the modules that nvidia-cutlass-dsl 4.8 generates. They are those of the CUDA runtime
-with an underscore in front; numbers of attributes and layouts are those of its headers (driver_types.h, cuda.h).
+Names and arguments: the declarations in the modules that nvidia-cutlass-dsl 4.8 generates. They are those of the CUDA
+runtime with an underscore in front; numbers of attributes and layouts are those of its headers (driver_types.h,
+cuda.h).
 """
 
 import ctypes
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from wanfp4.simulator.errors import HostError
-from wanfp4.simulator.images import cubins_at, static_shared_bytes
+from wanfp4.simulator.images import RESERVED_SHARED, cubins_at, static_shared_bytes
 
 SUCCESS = 0
 FAILURE = 999  # cudaErrorUnknown; the exception that explains it is raised once the host code has returned
@@ -21,28 +22,28 @@ FAILURE = 999  # cudaErrorUnknown; the exception that explains it is raised once
 # cudaLaunchConfig_t: grid, block, dynamic shared bytes, stream, attributes, number of attributes
 CONFIG = struct.Struct("<3I3IQQQI")
 ATTRIBUTE_BYTES = 72  # cudaLaunchAttribute: id, 4 bytes of padding, 64 bytes of value
-COOPERATIVE, CLUSTER_DIMENSION, OVERLAP_WITH_PREVIOUS = (
-    2,
-    4,
-    6,
-)  # cudaLaunchAttributeID; the last is programmatic dependent launch
+# cudaLaunchAttributeID; the last is programmatic dependent launch
+COOPERATIVE, CLUSTER_DIMENSION, OVERLAP_WITH_PREVIOUS = 2, 4, 6
 
 MAX_DYNAMIC_SHARED, NON_PORTABLE_CLUSTER = 8, 14  # cudaFuncAttribute
 STATIC_SHARED = 1  # CUfunction_attribute
 
-# cudaDeviceAttr of one B200 (CUDA programming guide, table of compute capabilities; 148 multiprocessors: data sheet)
+# cudaDeviceAttr of compute capability 10 (CUDA programming guide, technical specifications)
 DEVICE_ATTRIBUTES = {
     1: 1024,  # threads per block
-    **{2: 1024, 3: 1024, 4: 64},  # block
-    **{5: 2**31 - 1, 6: 65535, 7: 65535},  # grid
+    2: 1024,  # block
+    3: 1024,
+    4: 64,
+    5: 2**31 - 1,  # grid
+    6: 65535,
+    7: 65535,
     8: 48 * 1024,  # shared memory per block without opting in
     10: 32,  # threads per warp
-    16: 148,  # multiprocessors
     81: 228 * 1024,  # shared memory per multiprocessor
     97: 227 * 1024,  # shared memory per block at most
-    111: 1024,  # shared memory per block that the system takes
+    111: RESERVED_SHARED,
 }
-CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76
+MULTIPROCESSORS, CAPABILITY_MAJOR, CAPABILITY_MINOR = 16, 75, 76
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,9 @@ def cubin_key(cubin: bytes) -> str:
     return hashlib.sha256(cubin).hexdigest()
 
 
-# Host code keeps handles for as long as it lives, which may be longer than one Interceptor. A handle is the address of a block of
-# zeros of our own, so that a driver that is given one after all (when the process ends) reads no stray memory.
+# Host code keeps handles for as long as it lives, which may be longer than one Interceptor. A handle is the address of
+# a block of zeros of our own, so that a driver that is given one after all (when the process ends) reads no stray
+# memory.
 _libraries: dict[int, LoadedLibrary] = {}
 _kernels: dict[int, LoadedKernel] = {}
 
@@ -90,28 +92,30 @@ Launched = Callable[[LoadedKernel, tuple[int, ...], tuple[int, ...], tuple[int, 
 class DeviceCalls:
     """`functions` maps each symbol to a ctypes callback that answers it.
 
-    `find` gives the module of a cubin, `launched(kernel, grid, block, cluster, shared_bytes, address of params)` gets each launch,
-    `failed` each exception, for the host code knows error codes only.
+    `find` gives the module of a cubin, `launched(kernel, grid, block, cluster, shared_bytes, address of params)` gets
+    each launch, `failed` each exception, for the host code knows error codes only.
     """
 
     def __init__(
         self,
         arch: str,
+        multiprocessors: int,
         find: Callable[[bytes], Module],
         launched: Launched,
         failed: Callable[[BaseException], None],
     ) -> None:
         digits = arch.removeprefix("sm_").rstrip("af")
-        self._attributes = DEVICE_ATTRIBUTES | {CAPABILITY_MAJOR: int(digits[:-1]), CAPABILITY_MINOR: int(digits[-1])}
+        self._attributes = DEVICE_ATTRIBUTES | {
+            MULTIPROCESSORS: multiprocessors,
+            CAPABILITY_MAJOR: int(digits[:-1]),
+            CAPABILITY_MINOR: int(digits[-1]),
+        }
         self._find = find
         self._launched = launched
         self._failed = failed
         pointer, integer, size, text = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_char_p
         answers: dict[str, tuple[Callable[..., None], list[Any]]] = {
-            "_cudaLibraryLoadData": (
-                self._load,
-                [pointer, pointer],
-            ),  # and JIT and library options, none of which are given
+            "_cudaLibraryLoadData": (self._load, [pointer, pointer]),  # its options are never given
             "_cudaLibraryUnload": (self._unload, [pointer]),
             "_cudaLibraryGetKernel": (self._get_kernel, [pointer, pointer, text]),
             "_cuKernelGetAttribute": (self._kernel_attribute, [pointer, integer, pointer, integer]),
@@ -124,6 +128,7 @@ class DeviceCalls:
             "_cudaSetDevice": (self._set_device, [integer]),
             "_cudaStreamSynchronize": (lambda stream: None, [pointer]),  # a launch has ended when it returns
             "_cudaDeviceSynchronize": (lambda: None, []),
+            "cuda_dialect_init_library_once": (self._init_once, [pointer] * 4),
             "_cudaLaunchKernelEx": (self._launch_config, [pointer, pointer, pointer]),
             "_cudaLaunchKernel": (self._launch, [pointer, *[ctypes.c_uint32] * 6, pointer, size, pointer]),
         }
@@ -135,7 +140,7 @@ class DeviceCalls:
         def call(*arguments: Any) -> int:
             try:
                 answer(*arguments)
-            except BaseException as error:  # noqa: BLE001: raised again once the host code has returned
+            except BaseException as error:  # noqa: BLE001 - raised again once the host code has returned
                 self._failed(error)
                 return FAILURE
             return SUCCESS
@@ -155,6 +160,17 @@ class DeviceCalls:
         address, handle = _new_handle()
         _libraries[address] = LoadedLibrary(self._find(cubins[0]), cubins[0], handle)
         ctypes.c_void_p.from_address(library).value = address
+
+    def _init_once(self, state: int, init: int, load: int, set_error: int) -> None:
+        """What TVM-FFI functions begin with. The library's own would count the driver's devices.
+
+        `state` stays zero, which means "not yet": so every call loads (which costs little), and once this device is
+        gone the library's own function loads for the device that is there.
+        """
+        library = ctypes.c_void_p()
+        integer, pointer = ctypes.c_int, ctypes.c_void_p
+        if ctypes.CFUNCTYPE(integer, pointer)(init)(ctypes.addressof(library)) == SUCCESS:
+            ctypes.CFUNCTYPE(integer, pointer, integer)(load)(ctypes.addressof(library), 0)
 
     def _unload(self, library: int | None) -> None:
         _libraries.pop(library or 0, None)
@@ -209,10 +225,7 @@ class DeviceCalls:
                 cluster = numbers
             elif kind == COOPERATIVE and numbers[0]:
                 raise HostError("the host code launches a cooperative grid, which is not modelled")
-            elif kind not in (
-                COOPERATIVE,
-                OVERLAP_WITH_PREVIOUS,
-            ):  # launches run one after the other: overlap is allowed, not needed
+            elif kind not in (COOPERATIVE, OVERLAP_WITH_PREVIOUS):  # overlap is allowed, never demanded
                 raise HostError(f"the host code launches with attribute {kind}, which is not modelled")
         self._launched(self._kernel(kernel), values[:3], values[3:6], cluster, shared, params)
 

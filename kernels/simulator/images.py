@@ -1,7 +1,8 @@
-"""Reads the device code that host code hands over: a fat binary as CuTe DSL embeds it, and ELF sections of the cubin inside.
+"""Reads the device code that host code hands over: a fat binary, and the sections of the cubin inside.
 
-Layouts: the fat binary's as seen in what nvidia-cutlass-dsl 4.8 emits (header of 16 bytes with magic number and the length of what
-follows; each entry a header with kind, its own size and the size of the code); ELF64 as in the System V ABI.
+Layouts: the fat binary's as seen in what nvidia-cutlass-dsl 4.8 emits (header of 16 bytes with magic number and the
+length of what follows; each entry a header with kind, its own size and the size of the code); ELF64 as in the System V
+ABI.
 """
 
 import ctypes
@@ -15,6 +16,7 @@ FATBIN_HEADER = struct.Struct("<IHHQ")  # magic, version, size of this header, s
 ENTRY_HEADER = struct.Struct("<HHIQ")  # kind, version, size of this header, size of the code
 KIND_ELF = 2
 ELF_MAGIC = b"\x7fELF"
+RESERVED_SHARED = 1024  # bytes of each block that belong to the system, from compute capability 9 on
 SECTION = struct.Struct("<IIQQQQIIQQ")  # name, type, flags, address, offset, size, link, info, alignment, entry size
 
 
@@ -51,5 +53,5 @@ def sections(elf: bytes) -> Iterator[tuple[str, int]]:
 
 
 def static_shared_bytes(cubin: bytes, kernel: str) -> int:
-    """Shared memory that the kernel takes besides the dynamic part, in bytes."""
-    return sum(size for name, size in sections(cubin) if name == f".nv.shared.{kernel}")
+    """Shared memory that the kernel declares, in bytes: neither the dynamic part nor the system's, which a section holds too."""
+    return sum(size - RESERVED_SHARED for name, size in sections(cubin) if name == f".nv.shared.{kernel}")

@@ -1,8 +1,8 @@
 """Catches what the host code of CuTe DSL launches, in a plain Python process with neither a GPU nor a driver.
 
-`cute.compile` makes host code that calls a small C interface in libcute_dsl_runtime.so. While an `Interceptor` is active, the
-functions of that interface answer for a device that is not there, and every launch goes to a Python function together with the
-PTX of its module.
+`cute.compile` makes host code that calls a small C interface in libcute_dsl_runtime.so. While an `Interceptor` is
+active, the functions of that interface answer for a device that is not there, and every launch goes to a Python
+function together with the PTX of its module.
 """
 
 from __future__ import annotations
@@ -49,19 +49,27 @@ class Launch:
 class Interceptor:
     """While active, launches of CuTe DSL functions go to `handler` instead of a GPU.
 
-    `arch` ("sm_100a", "sm_103a") is what functions are compiled for while it is active. With `line_info` they are compiled with a
-    line table (see `wanfp4.simulator.lines`). With `keep`, each module's PTX and cubin stay in that folder.
+    `arch` ("sm_100a", "sm_103a") is what functions are compiled for while it is active. With `line_info` they are
+    compiled with a line table (see `wanfp4.simulator.lines`). With `keep`, each module's PTX and cubin stay in that
+    folder. `multiprocessors` is what host code is told that asks for the size of a persistent grid.
 
-    A function must be compiled while an Interceptor is active: of one compiled before, the PTX is not known, and launching it
-    raises HostError. A later Interceptor can launch it as well; outside of one it must not be called. An exception that `handler`
-    raises comes out of the call that launched. Interceptors nest: the innermost gets the launches. Whatever was changed in cutlass
-    and its library is put back on exit. The change is for the whole process: use one thread.
+    A function must be compiled while an Interceptor is active: of one compiled before, the PTX is not known, and
+    launching it raises HostError. A later Interceptor can launch it as well; outside of one it must not be called. An
+    exception that `handler` raises comes out of the call that launched. Interceptors nest: the innermost gets the
+    launches. Whatever was changed in cutlass and its library is put back on exit. The change is for the whole process:
+    use one thread.
 
     Raises HostError when cutlass is not installed, or when this machine does not let its code be changed.
     """
 
     def __init__(
-        self, arch: str, handler: Callable[[Launch], None], *, line_info: bool = True, keep: Path | None = None
+        self,
+        arch: str,
+        handler: Callable[[Launch], None],
+        *,
+        line_info: bool = True,
+        keep: Path | None = None,
+        multiprocessors: int = 148,
     ) -> None:
         if not re.fullmatch(r"sm_\d{2,3}[af]?", arch):
             raise HostError(f"{arch!r} is no architecture; sm_100a and sm_103a are")
@@ -69,6 +77,7 @@ class Interceptor:
         self.handler = handler
         self.line_info = line_info
         self.keep = keep
+        self.multiprocessors = multiprocessors
         self._pending: BaseException | None = None
         self._undo = contextlib.ExitStack()
         self._folder = Path()
@@ -80,7 +89,7 @@ class Interceptor:
             self._change_settings(undo)
             self._wrap_compiler(undo)
             self._wrap_calls(undo)
-            calls = DeviceCalls(self.arch, self._module_of, self._launched, self._failed)
+            calls = DeviceCalls(self.arch, self.multiprocessors, self._module_of, self._launched, self._failed)
             library = PatchedLibrary(_runtime_library(settings.shared_libs), calls.functions)
             undo.callback(library.restore)
             library.install()
@@ -95,7 +104,7 @@ class Interceptor:
             self._raise_pending()
 
     def _change_settings(self, undo: contextlib.ExitStack) -> None:
-        """Compile for `arch`, with a line table, and with caches of our own: what was compiled elsewhere has no PTX here."""
+        """Compile for `arch`, with a line table, and with caches of our own: others hold no PTX."""
         dsl = _cutlass("cutlass.base_dsl.dsl")
         for instance in list(dsl.DSLSingletonMeta._instances.values()):
             _set(undo, instance.envar, "_arch", self.arch)
@@ -103,9 +112,13 @@ class Interceptor:
             _set(undo, instance, "jit_cache", type(instance.jit_cache)(max_elems=instance.envar.jit_cache_max_elems))
             if self.line_info:
                 _set(undo, instance.envar, "lineinfo", True)
-        # It counts the devices of the driver, which may not be there.
+        # What follows asks the driver, which may not be there.
         executor = _cutlass("cutlass.cutlass_dsl.cuda_jit_executor")
         _set(undo, executor.CudaDialectJitCompiledFunction, "num_devices", 1)
+        information = _cutlass("cutlass.utils.hardware_info").HardwareInfo
+        _set(undo, information, "__init__", lambda this, device_id=0: setattr(this, "device_id", device_id))
+        _set(undo, information, "get_device_multiprocessor_count", lambda this: self.multiprocessors)
+        _set(undo, information, "get_max_active_clusters", lambda this, size, stream=None: self.multiprocessors // size)
 
     def _wrap_compiler(self, undo: contextlib.ExitStack) -> None:
         """Let each compilation write its PTX and its cubin, and remember that they belong together."""
@@ -199,7 +212,7 @@ class Interceptor:
             return _modules[cubin_key(cubin)]
         except KeyError:
             raise HostError(
-                "a function was compiled while the simulator was not active (or comes from a cache of another library), "
+                "a function was compiled while the simulator was not active, or comes from another library's cache, "
                 "so its PTX is not known; compile it while the simulator is active"
             ) from None
 
@@ -239,7 +252,7 @@ def _cutlass(name: str) -> Any:
 
 
 def _runtime_library(paths: str | None) -> str:
-    """The library that the host code calls; `paths` is cutlass' own setting (CUTE_DSL_LIBS, or what it found beside itself)."""
+    """The library that host code calls. `paths` is cutlass' setting: CUTE_DSL_LIBS, or what lies beside it."""
     for path in (paths or "").split(os.pathsep):
         if "cute_dsl_runtime" in Path(path).name:
             return path

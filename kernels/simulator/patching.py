@@ -1,8 +1,8 @@
 """Puts Python functions in the place of exported functions of a loaded shared library, and takes them out again.
 
-Host code that was compiled beforehand (or is compiled by another library) has the addresses of these functions built in, so the
-functions themselves must jump to us. No preloaded library and no C compiler is needed: the first bytes of each function become
-an absolute jump to a ctypes callback.
+Host code that was compiled beforehand (or is compiled by another library) has the addresses of these functions built
+in, so the functions themselves must jump to us. No preloaded library and no C compiler is needed: the first bytes of
+each function become an absolute jump to a ctypes callback.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ class PatchedLibrary:
         self._original: dict[int, bytes] = {}
 
     def install(self) -> None:
-        """Let the functions jump to their replacements. Raises HostError, with nothing changed, if that cannot be done."""
+        """Let the functions jump to their replacements. Raises HostError, with nothing changed, if they cannot."""
         jumps: dict[int, bytes] = {}
         for name, function in self._functions.items():
             address = self._address(name)
@@ -69,7 +69,7 @@ class PatchedLibrary:
 
 
 def _write(address: int, code: bytes) -> None:
-    """Write into read-only code of this process. The kernel copies the page first: the file and other processes keep theirs."""
+    """Write into code of this process. The kernel copies the page first: the file and other processes keep theirs."""
     attempts: list[Callable[[int, bytes], None]] = [_write_through_proc]
     if (
         platform.machine() == "x86_64"
