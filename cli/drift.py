@@ -152,7 +152,7 @@ def drift(
         info,
         names,
         _prompts(prompt, prompts),
-        _seeds("0,1" if seeds is None else seeds),
+        _seeds(seeds),
         settings=settings,
         budget=parse_budget(budget or []),
     )
@@ -204,7 +204,11 @@ def _prompts(prompt: list[str] | None, prompts: Path | None) -> list[str]:
     return [text.strip() for text in prompt or []]
 
 
-def _seeds(text: str) -> list[int]:
+def _seeds(text: str | None) -> list[int]:
+    from wanfp4.quality.plan import DEFAULT_SEEDS
+
+    if text is None:
+        return list(DEFAULT_SEEDS)
     try:
         return [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
@@ -212,7 +216,7 @@ def _seeds(text: str) -> list[int]:
 
 
 def _one_seed(text: str | None) -> int:
-    seeds = _seeds("0" if text is None else text)
+    seeds = [0] if text is None else _seeds(text)
     if len(seeds) != 1:
         raise SettingsError(f"--task takes one seed, which all its prompts and noise follow from; not {text!r}")
     return seeds[0]
