@@ -140,9 +140,12 @@ def build_pipeline(tokenizer: Any, text_encoder: Any, vae: Any, transformer: Any
     )
 
 
-def mixed_precision(device: torch.device) -> torch.autocast:
-    """BF16 products on accelerators; nothing on a CPU, which is slower in BF16 and exact to repeat in FP32."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type != "cpu")
+def mixed_precision(device: torch.device, *, recorded: bool = False) -> torch.autocast:
+    """BF16 products on accelerators; nothing on a CPU, which is slower in BF16 and exact to repeat in FP32.
+
+    `recorded`: within a CUDA graph, whose weights must be converted anew in every replay.
+    """
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type != "cpu", cache_enabled=not recorded)
 
 
 def to_bf16(module: Any) -> Any:
@@ -210,6 +213,40 @@ class PadCountCrossAttention:
         logits = (query @ key.transpose(-1, -2)).float() / math.sqrt(query.shape[-1]) + self.bias
         out = (logits.softmax(-1).to(value.dtype) @ value).transpose(1, 2).flatten(2, 3)
         result: Tensor = attn.to_out[1](attn.to_out[0](out))
+        return result
+
+
+class TrainingSelfAttention:
+    """diffusers' self-attention without interleaved writes, which the compiler turns into slow kernels.
+
+    The rotation of pairs (x₁, x₂) is x · cos + (x P) · sin, where the matrix P makes (−x₂, x₁) of them.
+    """
+
+    _attention_backend = None
+    _parallel_config = None
+
+    def __init__(self, device: torch.device | str, head_dim: int) -> None:
+        self.turn = torch.zeros(head_dim, head_dim, device=device)
+        even = torch.arange(0, head_dim, 2)
+        self.turn[even + 1, even], self.turn[even, even + 1] = -1, 1
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        value = attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))
+        query = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1)).to(value.dtype)
+        key = attn.norm_k(attn.to_k(hidden_states)).unflatten(2, (attn.heads, -1)).to(value.dtype)
+        if rotary_emb is not None:
+            cos, sin = (freqs.float() for freqs in rotary_emb)
+            turn = self.turn.to(value.dtype)
+            query, key = ((x * cos + (x @ turn) * sin).to(value.dtype) for x in (query, key))
+        out = functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (query, key, value)))
+        result: Tensor = attn.to_out[1](attn.to_out[0](out.transpose(1, 2).flatten(2, 3)))
         return result
 
 

@@ -18,7 +18,7 @@ from wanfp4.samples.data import BACKGROUNDS, COLOURS, DIRECTIONS, EXTENT, SHAPES
 
 # Radii in pixels of a picture 112 pixels high, by the number of objects. Several have to pass each other, and below
 # about 13 pixels, less than a token of 16 × 16, stars and crosses come out ragged.
-RADII = {1: (14.0, 19.0), 2: (13.0, 16.0), 3: (9.5, 11.5)}
+RADII = {1: (15.0, 20.0), 2: (14.0, 16.5), 3: (9.5, 11.5)}
 _REFERENCE_HEIGHT = 112
 _TRIES = 128
 _TOP_SPEED = 2.2  # pixels a frame, at that height; faster motion costs the VAE decibels

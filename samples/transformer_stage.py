@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -147,12 +148,15 @@ class TransformerStage:
         self.average = Average(parameters, settings.average)
         self.generator = torch.Generator(self.device)
         self.padding = models.PadCountCrossAttention(self.device)
+        turning = models.TrainingSelfAttention(self.device, self.transformer.config.attention_head_dim)
         for block in self.transformer.blocks:
+            block.attn1.set_processor(turning)
             block.attn2.set_processor(self.padding)
             if compiled:
                 block.compile(dynamic=False)
         self.empty = models.tokenise(self.tokenizer, [""]).to(self.device)
         self.warm_from = 0
+        self.recorded: dict[torch.Size, RecordedStep] | None = {} if compiled and self.device.type == "cuda" else None
 
     def _modules(self) -> tuple[Any, Any]:
         transformer = models.build_transformer(self.options.seed, **(self.options.model or {}))
@@ -213,8 +217,7 @@ class TransformerStage:
         rows = torch.randint(len(pool), (batch,), generator=self.generator, device=self.device)
         wording = torch.randint(pool.ids.shape[1], (batch,), generator=self.generator, device=self.device)
         ids = torch.where(self._uniform(batch, 1) < o.drop, self.empty, pool.ids[rows, wording])
-        loss = self._loss(pool, rows, ids, self._sigmas(batch)).mean()
-        loss.backward()
+        loss = self._gradients(pool, rows, ids, self._sigmas(batch))
         torch.nn.utils.clip_grad_norm_(self.average.parameters, 1.0)
         for optimizer, _ in self.optimizers:
             optimizer.step()
@@ -236,18 +239,57 @@ class TransformerStage:
         u = torch.where(self._uniform(batch) < self.options.uniform, u, normal)
         return self.options.shift * u / (1 + (self.options.shift - 1) * u)
 
+    def _gradients(self, pool: LatentPool, rows: Tensor, ids: Tensor, sigma: Tensor) -> Tensor:
+        """Forward and backward; returns the mean loss.
+
+        Hundreds of small kernels take longer to launch than to run, so the transformer's are recorded as a CUDA graph.
+        """
+        if self.recorded is None:
+            loss = self._loss(pool, rows, ids, sigma).mean()
+            loss.backward()
+            return loss.detach()
+        noisy, target = self._noised(pool, rows, sigma)
+        with models.mixed_precision(self.device):
+            text = models.encode_text(self.text_encoder, ids)
+        if noisy.shape not in self.recorded:
+            try:
+                self.recorded[noisy.shape] = RecordedStep(
+                    lambda *inputs: self._objective(*inputs, recorded=True).mean(),
+                    (noisy, target, sigma, text.detach()),
+                    list(self.transformer.parameters()),
+                )
+            except RuntimeError as error:
+                warnings.warn(f"the step cannot be recorded as a CUDA graph and is slower: {error}", stacklevel=2)
+                self.recorded = None
+                return self._gradients(pool, rows, ids, sigma)
+        loss, text_gradient = self.recorded[noisy.shape](noisy, target, sigma, text.detach())
+        text.backward(text_gradient.to(text.dtype))
+        return loss
+
     def _loss(self, pool: LatentPool, rows: Tensor, ids: Tensor, sigma: Tensor) -> Tensor:
         """Mean squared error of the velocity for each of the clips `rows`."""
+        noisy, target = self._noised(pool, rows, sigma)
+        with models.mixed_precision(self.device):
+            text = models.encode_text(self.text_encoder, ids)
+        return self._objective(noisy, target, sigma, text)
+
+    def _noised(self, pool: LatentPool, rows: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+        """Noisy latents of the clips `rows`, and the velocity to be found."""
         shape = (len(rows), *pool.mean.shape[1:])
         noise, posterior = (torch.randn(shape, generator=self.generator, device=self.device) for _ in range(2))
         z = (pool.mean[rows].float() + pool.deviation[rows].float() * posterior - self.mean) / self.deviation
         s = sigma.view(-1, 1, 1, 1, 1)
-        with models.mixed_precision(self.device):
-            text = models.encode_text(self.text_encoder, ids)
-            predicted = models.velocity(self.transformer, (1 - s) * z + s * noise, sigma, text)
-        error = (predicted.float() - (noise - z)).square().mean((1, 3, 4))  # [B, t]
+        return (1 - s) * z + s * noise, noise - z
+
+    def _objective(
+        self, noisy: Tensor, target: Tensor, sigma: Tensor, text: Tensor, *, recorded: bool = False
+    ) -> Tensor:
+        """Mean squared error of the velocity for each clip."""
+        with models.mixed_precision(self.device, recorded=recorded):
+            predicted = models.velocity(self.transformer, noisy, sigma, text)
+        error = (predicted.float() - target).square().mean((1, 3, 4))  # [B, t]
         weight = torch.ones(error.shape[1], device=self.device)
-        weight[0] = self.options.first_frame
+        weight[:1] = self.options.first_frame
         return (error * weight).sum(1) / weight.sum()
 
     def _validate(self) -> dict[str, Tensor]:
@@ -307,6 +349,49 @@ class TransformerStage:
         transformer, text_encoder = self.averaged()
         save_weights(transformer, folder / "transformer.safetensors")
         save_weights(text_encoder, folder / "text_encoder.safetensors")
+
+
+class RecordedStep:
+    """Forward and backward of `function(*inputs)`, a scalar, as a CUDA graph. The last input gets its gradient back.
+
+    Parameters' gradients are the graph's own tensors; a call puts them in place, so several graphs can take turns.
+    """
+
+    def __init__(
+        self, function: Callable[..., Tensor], inputs: Sequence[Tensor], parameters: Sequence[torch.nn.Parameter]
+    ) -> None:
+        self.parameters = parameters
+        self.inputs = [x.detach().clone() for x in inputs]
+        self.inputs[-1].requires_grad_()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # compiles and chooses algorithms, which must not happen while recording
+            for _ in range(3):
+                self._clear()
+                function(*self.inputs).backward()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._clear()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.loss = function(*self.inputs)
+            self.loss.backward()
+        self.gradients = [p.grad for p in parameters]
+        self.last_gradient = self.inputs[-1].grad
+        assert self.last_gradient is not None
+        self._clear()
+
+    def _clear(self) -> None:
+        for tensor in (*self.parameters, self.inputs[-1]):
+            tensor.grad = None
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss, and the gradient of the last input."""
+        for mine, given in zip(self.inputs, inputs, strict=True):
+            mine.data.copy_(given)
+        self.graph.replay()
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = gradient
+        return self.loss.detach().clone(), self.last_gradient
 
 
 def load_weights(module: torch.nn.Module, path: Path) -> None:

@@ -12,6 +12,7 @@ from wanfp4.samples import bundled, optim, whole_clip
 from wanfp4.samples.models import (
     TEXT_TOKENS,
     PadCountCrossAttention,
+    TrainingSelfAttention,
     build_text_encoder,
     build_tokenizer,
     build_transformer,
@@ -80,14 +81,16 @@ def test_training_forward_equals_the_transformers_own_on_512_text_tokens() -> No
     for total in (512, 226, TEXT_TOKENS):
         padded = torch.cat([text, torch.zeros(2, total - TEXT_TOKENS, text.shape[-1])], 1)
         own = transformer(latents, sigma * 1000, padded, return_dict=False)[0]
-        stock = [block.attn2.processor for block in transformer.blocks]
+        stock = [(block.attn1.processor, block.attn2.processor) for block in transformer.blocks]
         padding = PadCountCrossAttention("cpu")
         padding.pad_to(total)
         for block in transformer.blocks:
+            block.attn1.set_processor(TrainingSelfAttention("cpu", 128))
             block.attn2.set_processor(padding)
         mine = velocity(transformer, latents, sigma, text)
-        for block, processor in zip(transformer.blocks, stock, strict=True):
-            block.attn2.set_processor(processor)
+        for block, processors in zip(transformer.blocks, stock, strict=True):
+            block.attn1.set_processor(processors[0])
+            block.attn2.set_processor(processors[1])
         assert own.abs().max() > 1
         assert (mine - own).abs().max() <= 3e-6 * own.abs().max()
 
