@@ -53,5 +53,5 @@ def sections(elf: bytes) -> Iterator[tuple[str, int]]:
 
 
 def static_shared_bytes(cubin: bytes, kernel: str) -> int:
-    """Shared memory that the kernel declares, in bytes: neither the dynamic part nor the system's, which a section holds too."""
+    """Shared memory that the kernel declares, in bytes; its section also holds what the system reserves."""
     return sum(size - RESERVED_SHARED for name, size in sections(cubin) if name == f".nv.shared.{kernel}")

@@ -87,6 +87,8 @@ class Interceptor:
             settings = _cutlass("cutlass.cutlass_dsl").CuTeDSL._get_dsl().envar
             self._folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="wanfp4-ptx-")))
             self._change_settings(undo)
+            if self.line_info:
+                self._ask_for_line_table(undo)
             self._wrap_compiler(undo)
             self._wrap_calls(undo)
             calls = DeviceCalls(self.arch, self.multiprocessors, self._module_of, self._launched, self._failed)
@@ -104,14 +106,12 @@ class Interceptor:
             self._raise_pending()
 
     def _change_settings(self, undo: contextlib.ExitStack) -> None:
-        """Compile for `arch`, with a line table, and with caches of our own: others hold no PTX."""
+        """Compile for `arch`, with caches of our own: what others hold has no PTX here."""
         dsl = _cutlass("cutlass.base_dsl.dsl")
         for instance in list(dsl.DSLSingletonMeta._instances.values()):
             _set(undo, instance.envar, "_arch", self.arch)
             _set(undo, instance.envar, "disable_file_caching", True)
             _set(undo, instance, "jit_cache", type(instance.jit_cache)(max_elems=instance.envar.jit_cache_max_elems))
-            if self.line_info:
-                _set(undo, instance.envar, "lineinfo", True)
         # What follows asks the driver, which may not be there.
         executor = _cutlass("cutlass.cutlass_dsl.cuda_jit_executor")
         _set(undo, executor.CudaDialectJitCompiledFunction, "num_devices", 1)
@@ -119,6 +119,26 @@ class Interceptor:
         _set(undo, information, "__init__", lambda this, device_id=0: setattr(this, "device_id", device_id))
         _set(undo, information, "get_device_multiprocessor_count", lambda this: self.multiprocessors)
         _set(undo, information, "get_max_active_clusters", lambda this, size, stream=None: self.multiprocessors // size)
+
+    def _ask_for_line_table(self, undo: contextlib.ExitStack) -> None:
+        """With each compilation's own options, for CUTE_DSL_LINEINFO would stay in the options that all calls share."""
+        compiler = _cutlass("cutlass.base_dsl.compiler")
+        option = compiler.GenerateLineInfo
+        original = compiler.CompileOptions.apply_envar_settings
+        before: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+        @functools.wraps(original)
+        def apply_and_ask(this: Any, *args: Any, **kwargs: Any) -> None:
+            original(this, *args, **kwargs)
+            before.setdefault(this, this.options[option])
+            this.options[option] = option(True)
+
+        def restore() -> None:
+            for options, value in before.items():
+                options.options[option] = value
+
+        undo.callback(restore)
+        _set(undo, compiler.CompileOptions, "apply_envar_settings", apply_and_ask)
 
     def _wrap_compiler(self, undo: contextlib.ExitStack) -> None:
         """Let each compilation write its PTX and its cubin, and remember that they belong together."""

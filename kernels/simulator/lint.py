@@ -96,12 +96,13 @@ def _read(kernel: Kernel, ins: Instruction) -> list[str]:
 
 def _successors(kernel: Kernel) -> list[list[int]]:
     """The blocks that may follow each block."""
+    for ins in kernel.instructions:
+        if re.match(r"(brx|call)\b", ins.opcode):
+            raise UnknownInstruction(f"{ins.opcode} leads to places that the lint does not follow", line=ins.line)
     result = []
     for index, block in enumerate(kernel.blocks):
         last = block[-1]
         head = last.opcode.split(".")[0]
-        if head in ("brx", "call"):
-            raise UnknownInstruction(f"{head} leads to places that the lint does not follow", line=last.line)
         following = []
         if head == "bra":
             target = last.operands[0]

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+
 from wanfp4.simulator.errors import HostError
 from wanfp4.simulator.images import static_shared_bytes
 from wanfp4.simulator.launch import Interceptor, Launch
@@ -77,7 +78,9 @@ def settings() -> list[object]:
     from cutlass.cutlass_dsl import cuda_jit_executor
     from cutlass.utils import HardwareInfo
 
-    found: list[object] = [compiler.Compiler.compile, HardwareInfo.__init__, HardwareInfo.get_max_active_clusters]
+    line_info = cute.compile._compile_options.options[compiler.GenerateLineInfo].value
+    found: list[object] = [line_info, compiler.CompileOptions.apply_envar_settings]
+    found += [compiler.Compiler.compile, HardwareInfo.__init__, HardwareInfo.get_max_active_clusters]
     for owner in (jit_executor.JitExecutor, jit_executor.JitCompiledFunction):
         found.append(dict(vars(owner)))
     found.append(dict(vars(cuda_jit_executor.CudaDialectJitCompiledFunction)))
@@ -170,7 +173,7 @@ def test_a_function_compiled_outside_is_refused(launches, tvm, monkeypatch):
     from cutlass.cutlass_dsl import CuTeDSL
 
     monkeypatch.setattr(CuTeDSL._get_dsl().envar, "_arch", "sm_100a")
-    data, x = tensor(enable_tvm_ffi=tvm)
+    _, x = tensor(enable_tvm_ffi=tvm)
     function = cute.compile(scaling(7.0), x, options="--enable-tvm-ffi" if tvm else "")
     with Interceptor("sm_100a", launches.append):
         with pytest.raises(HostError, match="compile it while the simulator is active"):
@@ -209,11 +212,13 @@ def test_an_exception_that_no_wrapped_call_delivers_comes_at_the_end_of_the_cont
     def handle(launch: Launch) -> None:
         raise ValueError("found something")
 
-    with pytest.raises(ValueError, match="found something"), Interceptor("sm_100a", handle):
-        function = cute.compile(double, x)
-        executor = function.to(0)
+    context = Interceptor("sm_100a", handle)
+    with context:
+        executor = cute.compile(double, x).to(0)
         arguments, _ = executor.generate_execution_args(x)
         executor.capi_func(executor._get_invoke_packed_args(arguments))
+        with pytest.raises(ValueError, match="found something"):
+            context.__exit__(None, None, None)
 
 
 def test_contexts_nest(launches):
