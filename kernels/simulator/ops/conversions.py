@@ -1,0 +1,97 @@
+"""Conversions between number formats (PTX ISA: cvt)."""
+
+from __future__ import annotations
+
+from wanfp4.simulator.grammar import op
+from wanfp4.simulator.ptx import Instruction
+from wanfp4.simulator.translate import NAMES, Block
+
+_NARROW = ".e2m1x2|e2m3x2|e3m2x2|e4m3x2|e5m2x2"
+
+
+@op(f"cvt.rn.satfinite .relu? {_NARROW} .f32|f16x2|bf16x2")
+def narrow(b: Block, ins: Instruction, relu: str, to: str, source: str) -> None:
+    """Two values to one byte each (E2M1: half a byte); the first goes to the upper half."""
+    if source == "f32":
+        reads = ", ".join(b.read(operand, "f32") for operand in ins.operands[1:])
+    else:
+        reads = f"*halves({b.read(ins.operands[1], 'b32')}, {source.removesuffix('x2')!r})"
+    b.store(ins.operands[0], "b8" if to == "e2m1x2" else "b16", f"to_{to}({reads}, {bool(relu)})")
+
+
+@op("cvt .rp|rz .satfinite? .ue8m0x2.f32")
+def ue8m0(b: Block, ins: Instruction, rounding: str, satfinite: str) -> None:
+    reads = ", ".join(b.read(operand, "f32") for operand in ins.operands[1:])
+    b.store(ins.operands[0], "b16", f"to_ue8m0x2({reads}, {rounding!r})")
+
+
+@op("cvt .rn|rz .satfinite? .relu? .f16x2|bf16x2 .f32", "cvt .rn|rz .relu? .satfinite? .f16x2|bf16x2 .f32")
+def half_pairs(b: Block, ins: Instruction, rounding: str, first: str, second: str, to: str) -> None:
+    reads = ", ".join(b.read(operand, "f32") for operand in ins.operands[1:])
+    modes = f"{rounding!r}, {'relu' in (first, second)}, {'satfinite' in (first, second)}"
+    b.store(ins.operands[0], "b32", f"to_{to}({reads}, {modes})")
+
+
+@op("cvt .rn|rz .relu? .satfinite? .bf16|f16 .f32")
+def half(b: Block, ins: Instruction, rounding: str, relu: str, satfinite: str, to: str) -> None:
+    text = f"to_{to}({b.read(ins.operands[1], 'f32')}, {rounding!r}, {bool(relu)}, {bool(satfinite)})"
+    b.store(ins.operands[0], "b16", text)
+
+
+@op("cvt .ftz? .f32 .f16|bf16")
+def widen(b: Block, ins: Instruction, *parts: str) -> None:
+    b.store(ins.operands[0], "f32", f"from_{parts[-1]}({b.read(ins.operands[1], 'b16')})")
+
+
+@op("cvt.rn .relu? .f16x2 .e2m1x2|e2m3x2|e3m2x2|e4m3x2|e5m2x2")
+def wide_pairs(b: Block, ins: Instruction, relu: str, source: str) -> None:
+    read = b.read(ins.operands[1], "b8" if source == "e2m1x2" else "b16")
+    b.store(ins.operands[0], "b32", f"{source}_to_f16x2({read}, {bool(relu)})")
+
+
+@op("cvt.rn.bf16x2.ue8m0x2")
+def ue8m0_wide(b: Block, ins: Instruction) -> None:
+    b.store(ins.operands[0], "b32", f"ue8m0x2_to_bf16x2({b.read(ins.operands[1], 'b16')})")
+
+
+@op("cvt .rni|rzi|rmi|rpi .ftz? .sat? .u8|u16|u32|u64|s8|s16|s32|s64 .f16|f32|f64")
+def to_integer(b: Block, ins: Instruction, rounding: str, ftz: str, sat: str, to: str, source: str) -> None:
+    text = f"float_to_int({b.read(ins.operands[1], source)}, {rounding!r}, {NAMES[to]}, {bool(ftz)})"
+    b.store(ins.operands[0], to, text)
+
+
+@op("cvt .rn|rz|rm|rp .f32|f64 .u8|u16|u32|u64|s8|s16|s32|s64")
+def from_integer(b: Block, ins: Instruction, rounding: str, to: str, source: str) -> None:
+    b.store(ins.operands[0], to, f"int_to_float({b.read(ins.operands[1], source)}, {rounding!r}, {NAMES[to]})")
+
+
+@op("cvt .sat? .u8|u16|u32|u64|s8|s16|s32|s64 .u8|u16|u32|u64|s8|s16|s32|s64")
+def integers(b: Block, ins: Instruction, sat: str, to: str, source: str) -> None:
+    b.store(ins.operands[0], to, f"int_to_int({b.read(ins.operands[1], source)}, {NAMES[to]}, {bool(sat)})")
+
+
+@op("cvt .rni|rzi|rmi|rpi .ftz? .sat? .f32.f32")
+def round_float(b: Block, ins: Instruction, rounding: str, ftz: str, sat: str) -> None:
+    text = f"round_f32({b.read(ins.operands[1], 'f32')}, {rounding!r}, {bool(ftz)}, {bool(sat)})"
+    b.store(ins.operands[0], "f32", text)
+
+
+@op("cvt .ftz? .sat? .f32.f32")
+def clamp_float(b: Block, ins: Instruction, ftz: str, sat: str) -> None:
+    text = b.read(ins.operands[1], "f32")
+    text = f"flush({text})" if ftz else text
+    b.store(
+        ins.operands[0], "f32", f"np.where({text} >= 0, np.minimum({text}, FLOAT32(1)), FLOAT32(0))" if sat else text
+    )
+
+
+@op("cvt.f64.f32")
+def to_double(b: Block, ins: Instruction) -> None:
+    b.store(ins.operands[0], "f64", f"{b.read(ins.operands[1], 'f32')}.astype(FLOAT64)")
+
+
+@op("cvt .rn|rz|rm|rp .ftz? .sat? .f32.f64")
+def from_double(b: Block, ins: Instruction, rounding: str, ftz: str, sat: str) -> None:
+    b.store(
+        ins.operands[0], "f32", f"f64_to_f32({b.read(ins.operands[1], 'f64')}, {rounding!r}, {bool(ftz)}, {bool(sat)})"
+    )

@@ -1,0 +1,103 @@
+"""Loads, stores and atomics of the generic proxy (PTX ISA: ld, st, atom, red)."""
+
+from __future__ import annotations
+
+from wanfp4.simulator.grammar import op
+from wanfp4.simulator.ptx import SIZES, Instruction, Operand
+from wanfp4.simulator.translate import NAMES, Block
+
+_TYPES = ".b8|u8|s8|b16|u16|s16|b32|u32|s32|f32|b64|u64|s64|f64"
+_SEMANTICS = ".weak|volatile|relaxed|acquire|release? .cta|cluster|gpu|sys?"
+_CACHE = (
+    ".ca|cg|cs|lu|cv|wb|wt? .L1::evict_normal|L1::evict_unchanged|L1::evict_first|L1::evict_last|L1::no_allocate? "
+    ".L2::64B|L2::128B|L2::256B? .L2::cache_hint?"
+)
+
+
+@op(f"ld.param .v2|v4? {_TYPES}", uses=False)
+def ld_param(b: Block, ins: Instruction, vector: str, kind: str) -> None:
+    name, _, offset = str(ins.operands[1])[1:-1].partition("+")
+    if name in b.kernel.params:
+        where = str(b.kernel.params[name][0] + int(offset or "0", 0))
+    else:  # through a register that holds the address of a parameter
+        b.use(ins.operands[1])
+        b.emit(f"o = w.cta.param_offset({b.lead(b.address(ins.operands[1]))})")
+        where = "o"
+    for i, register in enumerate(_registers(ins.operands[0])):
+        at = f"{where} + {i * SIZES[kind]}"
+        b.store(register, kind, f"np.full(32, w.cta.load_param({at}, {SIZES[kind]}).view({NAMES[kind]})[0])")
+
+
+@op(
+    f"ld {_SEMANTICS} .shared|shared::cta|shared::cluster .v2|v4? {_TYPES}",
+    f"ld {_SEMANTICS} .global .nc? {_CACHE} .v2|v4|v8? {_TYPES}",
+    f"ld {_SEMANTICS} .v2|v4? {_TYPES}",
+    effects=True,
+)
+def ld(b: Block, ins: Instruction, *parts: str) -> None:
+    kind = parts[-1]
+    registers = _registers(ins.operands[0])
+    size = SIZES[kind] * len(registers)
+    space = _space(ins)
+    b.emit(f"v, e = w.cta.load_{space}(w, {b.address(ins.operands[1])}, {size}, {b.mask})")
+    for i, register in enumerate(registers):
+        at = i * SIZES[kind]
+        poison = f"from_bytes(e, {at}, {SIZES[kind]})" if b.tracked and space != "global" else None
+        b.store(register, kind, f"column(v, {at}, {NAMES[kind]})", poison)
+
+
+@op(
+    f"st {_SEMANTICS} .shared|shared::cta|shared::cluster .v2|v4? {_TYPES}",
+    f"st {_SEMANTICS} .global {_CACHE} .v2|v4|v8? {_TYPES}",
+    f"st {_SEMANTICS} .v2|v4? {_TYPES}",
+    targets=0,
+    uses=False,
+    effects=True,
+)
+def st(b: Block, ins: Instruction, *parts: str) -> None:
+    kind = "b" + parts[-1][1:]
+    registers = _registers(ins.operands[1])
+    space = _space(ins)
+    b.use(ins.operands[0])
+    poison = "None"
+    if space == "global":
+        b.use(ins.operands[1])
+    elif any(b.poison(r) for r in registers):
+        poison = f"to_bytes([{', '.join(str(b.poison(r)) for r in registers)}], {SIZES[kind]})"
+    values = f"joined([{', '.join(b.read(r, kind) for r in registers)}])"
+    b.emit(f"w.cta.store_{space}(w, {b.address(ins.operands[0])}, {values}, {poison}, {b.mask})")
+
+
+@op(
+    f"atom {_SEMANTICS} .shared|shared::cta|global? .add|min|max|exch|and|or|xor|inc|dec .noftz? {_TYPES}",
+    effects=True,
+)
+def atom(b: Block, ins: Instruction, *parts: str) -> None:
+    how, kind = parts[3], parts[-1]
+    target, address, value = ins.operands
+    call = f"w.cta.atomic(w, {_space(ins)!r}, {how!r}, {b.address(address)}, {b.read(value, kind)}, {b.mask})"
+    b.emit(f"v = {call}")
+    b.store(target, kind, "v")
+
+
+@op(
+    f"red {_SEMANTICS} .shared|shared::cta|global? .add|min|max|and|or|xor|inc|dec .noftz? {_TYPES}",
+    targets=0,
+    effects=True,
+)
+def red(b: Block, ins: Instruction, *parts: str) -> None:
+    how, kind = parts[3], parts[-1]
+    address, value = ins.operands
+    b.emit(f"w.cta.atomic(w, {_space(ins)!r}, {how!r}, {b.address(address)}, {b.read(value, kind)}, {b.mask})")
+
+
+def _registers(operand: Operand) -> tuple[str, ...]:
+    return operand if isinstance(operand, tuple) else (operand,)
+
+
+def _space(ins: Instruction) -> str:
+    """The state space is the part right after the semantics; without one the address is generic."""
+    parts = ins.opcode.split(".")
+    if "global" in parts:
+        return "global"
+    return "shared" if any(part.startswith("shared") for part in parts) else "generic"
