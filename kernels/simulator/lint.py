@@ -60,7 +60,7 @@ Mistake = tuple[Instruction, str, str]
 # Opcodes whose first operand is read although it is no address.
 _NO_RESULT = re.compile(
     r"bar\.|barrier\.(?!(cta\.)?red)|bra\b|brx|ret\b|exit\b|setmaxnreg|griddepcontrol|nanosleep|trap|fence|membar|"
-    r"tcgen05\.(?!ld\b)|st\b|red\b|cp\b|prefetch|discard|applypriority|mbarrier\.(init|inval|expect_tx|complete_tx)|pmevent"
+    r"tcgen05\.(?!ld\b)|st\b|red\b|cp\b|prefetch|discard|applypriority|mbarrier\.(init|inval|expect_tx|complete_tx)"
 )
 _MOVES = re.compile(r"(mov|selp)\b")
 _BARRIER = re.compile(r"bar\.(sync|red)|barrier\.(cta\.)?(sync|red)|barrier\.cluster\.wait")
@@ -249,7 +249,7 @@ def _allocation(kernel: Kernel) -> Iterator[Mistake]:
             yield ins, "tmem-allocation", "tensor memory is never given back with tcgen05.dealloc"
         elif columns not in released and str(columns).isdigit() and all(str(other).isdigit() for other in released):
             found = ", ".join(sorted(map(str, released)))
-            yield ins, "tmem-allocation", f"{columns} columns are allocated, but dealloc gives back {found}"
+            yield ins, "tmem-allocation", f"{columns} columns are allocated, but dealloc gives {found}"
     if allocations and not any(ins.opcode.startswith("tcgen05.relinquish_alloc_permit") for ins in instructions):
         message = "tcgen05.relinquish_alloc_permit never follows: no other CTA can allocate"
         yield allocations[-1], "tmem-allocation", message

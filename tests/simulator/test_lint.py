@@ -172,7 +172,7 @@ def test_tensor_memory_is_given_back():
         (clean.replace(DEALLOC, ""), "never given back"),
         (
             clean.replace(DEALLOC, DEALLOC.replace("512", "256")),
-            "512 columns are allocated, but dealloc gives back 256",
+            "512 columns are allocated, but dealloc gives 256",
         ),
         (clean.replace(RELINQUISH, ""), "no other CTA can allocate"),
     ):
