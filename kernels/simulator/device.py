@@ -31,8 +31,8 @@ ARCHITECTURES = ("sm_100a", "sm_103a")
 class Simulator:
     """Runs kernels from their PTX; `Device` feeds it with what CuTe DSL launches.
 
-    seed      None: warps in turn, everything asynchronous completes at once. A number: warps and asynchronous work go on
-              at very unequal speeds, in an order drawn from it.
+    seed      None: warps in turn, everything asynchronous completes at once. A number: warps and asynchronous work go
+              on at very unequal speeds, in an order drawn from it.
     track     also judge: undefined values, and accesses that nothing orders.
     ordering  what may be relied on, "pipe" or "isa"; see `wanfp4.simulator.judge`.
     limit     turns of the scheduler, after which a launch counts as one that never ends; None for no limit.
@@ -48,7 +48,7 @@ class Simulator:
         self.reports: list[LaunchReport] = []
 
     def register(self, *tensors: Any, **named: Any) -> None:
-        """Let kernels touch the memory of these CPU tensors (PyTorch or NumPy, views count with their whole storage)."""
+        """Let kernels touch the memory of these CPU tensors, PyTorch or NumPy; views count with their whole storage."""
         for name, tensor in itertools.chain(
             ((f"tensor {len(self.memory) + i}", t) for i, t in enumerate(tensors)), named.items()
         ):

@@ -3,8 +3,9 @@
     @op("add .sat? .s32|u32|s64|u64", "sub .s32|u32")
     def _(b, ins, …): …
 
-A pattern is an opcode in parts: alternatives by "|", "?" for a part that may be missing. The handler gets the parts that
-were a choice, in order, "" for a missing one. An opcode that no pattern matches is an error: no modifier is ever ignored.
+A pattern is an opcode in parts: alternatives by "|", "?" for a part that may be missing. The handler gets the parts
+that were a choice, in order, "" for a missing one. An opcode that no pattern matches is an error: no modifier is ever
+ignored.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads PTX: text → kernels made of basic blocks.
 
-Registers and labels that a scope `{ … }` declares are renamed apart, because inline assembly repeats names: every wait of
-CuTe DSL is a scope with the same P1, LAB_WAIT and DONE.
+Registers and labels that a scope `{ … }` declares are renamed apart, because inline assembly repeats names: every wait
+of CuTe DSL is a scope with the same P1, LAB_WAIT and DONE.
 """
 
 from __future__ import annotations
@@ -13,8 +13,27 @@ from dataclasses import dataclass, field
 from wanfp4.simulator.findings import UnknownInstruction
 
 SIZES = {
-    **{"pred": 1, "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2, "b32": 4, "u32": 4},
-    **{"s32": 4, "f32": 4, "f16x2": 4, "bf16x2": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "f32x2": 8, "b128": 16},
+    "pred": 1,
+    "b8": 1,
+    "u8": 1,
+    "s8": 1,
+    "b16": 2,
+    "u16": 2,
+    "s16": 2,
+    "f16": 2,
+    "bf16": 2,
+    "b32": 4,
+    "u32": 4,
+    "s32": 4,
+    "f32": 4,
+    "f16x2": 4,
+    "bf16x2": 4,
+    "b64": 8,
+    "u64": 8,
+    "s64": 8,
+    "f64": 8,
+    "f32x2": 8,
+    "b128": 16,
 }
 
 # A warp may have to give up its turn after these: they end a basic block.

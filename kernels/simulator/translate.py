@@ -17,13 +17,29 @@ import numpy.typing as npt
 from wanfp4.simulator import arithmetic, conversions, grammar, integers, memory, runtime
 from wanfp4.simulator.findings import SimulationError, UnknownInstruction
 from wanfp4.simulator.ptx import SIZES, Instruction, Kernel, Operand
-from wanfp4.simulator.scheduler import FINISHED, SPLIT
+from wanfp4.simulator.scheduler import FINISHED
 
 DTYPES: dict[str, Any] = {
-    **{"pred": np.bool_, "b8": np.uint8, "u8": np.uint8, "s8": np.int8},
-    **{"b16": np.uint16, "u16": np.uint16, "s16": np.int16, "f16": np.float16, "bf16": np.uint16},
-    **{"b32": np.uint32, "u32": np.uint32, "s32": np.int32, "f32": np.float32, "f16x2": np.uint32, "bf16x2": np.uint32},
-    **{"b64": np.uint64, "u64": np.uint64, "s64": np.int64, "f64": np.float64, "f32x2": np.uint64},
+    "pred": np.bool_,
+    "b8": np.uint8,
+    "u8": np.uint8,
+    "s8": np.int8,
+    "b16": np.uint16,
+    "u16": np.uint16,
+    "s16": np.int16,
+    "f16": np.float16,
+    "bf16": np.uint16,
+    "b32": np.uint32,
+    "u32": np.uint32,
+    "s32": np.int32,
+    "f32": np.float32,
+    "f16x2": np.uint32,
+    "bf16x2": np.uint32,
+    "b64": np.uint64,
+    "u64": np.uint64,
+    "s64": np.int64,
+    "f64": np.float64,
+    "f32x2": np.uint64,
 }
 NAMES = {kind: {"bool": "BOOL"}.get(np.dtype(d).name, np.dtype(d).name.upper()) for kind, d in DTYPES.items()}
 
@@ -163,7 +179,7 @@ class Block:
             self.mask, self.indent = "q", "  "
             self.emit("pass")
             grammar.translate(self, ins)
-        except (KeyError, ValueError, IndexError) as error:
+        except (IndexError, KeyError, TypeError, ValueError) as error:
             raise UnknownInstruction(f"operands are not understood ({error!r}): {ins}", line=ins.line) from error
 
     def guard(self, ins: Instruction) -> str:
@@ -184,7 +200,7 @@ class Block:
     def read(self, operand: Operand, kind: str) -> str:
         """An expression for the operand's 32 lanes, of the NumPy type of `kind`."""
         if not isinstance(operand, str):
-            raise ValueError(f"{operand} where one operand is expected")
+            raise TypeError(f"{operand} where one operand is expected")
         if operand in self.code.slots:
             declared = self.kernel.registers[operand]
             text = f"R[{self.code.slots[operand]}]"
@@ -224,7 +240,7 @@ class Block:
         """An expression for the addresses of `[base+offset]`."""
         base, _, offset = str(operand)[1:-1].partition("+")
         base, shift = base.strip(), int(offset or "0", 0)
-        wide = self.is_register(base) and self.size(base) == 8 or base in self.kernel.params
+        wide = (self.is_register(base) and self.size(base) == 8) or base in self.kernel.params
         kind = "u64" if wide else "u32"
         text = self.read(base, kind)
         if shift:

@@ -1,4 +1,4 @@
-"""Control flow, predicates, and what lanes of a warp tell each other (PTX ISA: control flow, comparison, warp-level)."""
+"""Control flow, predicates, and what lanes of a warp tell each other (PTX ISA: control flow, comparison)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,23 @@ from wanfp4.simulator.scheduler import FINISHED, SPLIT
 from wanfp4.simulator.translate import Block
 
 _COMPARE = {
-    **{"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="},
-    **{"lo": "<", "ls": "<=", "hi": ">", "hs": ">="},
+    "eq": "==",
+    "ne": "!=",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "lo": "<",
+    "ls": "<=",
+    "hi": ">",
+    "hs": ">=",
 }
 
 
 @op("bra .uni?", targets=0, uses=False)
 def bra(b: Block, ins: Instruction, uniform: str) -> None:
     if not isinstance(ins.operands[0], str):
-        raise ValueError("a branch needs a label")
+        raise TypeError("a branch needs a label")
     target = b.kernel.targets[ins.operands[0]]
     target = target if target < len(b.kernel.blocks) else FINISHED
     b.done = True

@@ -118,9 +118,10 @@ def mapa(b: Block, ins: Instruction, space: str, kind: str) -> None:
     b.store(ins.operands[0], kind, b.read(ins.operands[1], kind))
 
 
-@op(
-    "createpolicy.fractional .L2::evict_last|L2::evict_normal|L2::evict_first|L2::evict_unchanged .L2::evict_first|L2::evict_unchanged? .b64"
-)
+_EVICT = "L2::evict_first|L2::evict_unchanged"
+
+
+@op(f"createpolicy.fractional .L2::evict_last|L2::evict_normal|{_EVICT} .{_EVICT}? .b64")
 def createpolicy(b: Block, ins: Instruction, *parts: str) -> None:
     """A hint for a cache that is not modelled."""
     b.write(ins.operands[0], "np.zeros(32, UINT64)")
