@@ -117,8 +117,10 @@ class Barriers:
 
     # ---- named barriers ----
     def bar(self, w: Warp, index: int, threads: int | None, wait: bool) -> None:
-        """barrier.sync (`wait`) or barrier.arrive. PTX ISA, bar: the count is a multiple of the warp size, the same for all
-        that take part, and a warp takes part once."""
+        """barrier.sync (`wait`) or barrier.arrive.
+
+        PTX ISA, bar: the count is a multiple of the warp size and the same for all, and a warp takes part once.
+        """
         everyone = 32 * len(self.warps)
         threads = everyone if threads is None else threads
         if not 0 <= index < 16:
@@ -136,7 +138,7 @@ class Barriers:
             barrier.threads, barrier.line = threads, w.at
         elif barrier.threads != threads:
             raise ProtocolError(
-                f"{barrier} for {threads} threads, while warps {sorted(barrier.arrived)} are at it for {barrier.threads}",
+                f"{barrier} for {threads} threads, but warps {sorted(barrier.arrived)} are at it for {barrier.threads}",
                 line=w.at,
                 warp=w.index,
                 other=barrier.line,
@@ -221,8 +223,10 @@ class Barriers:
             )
 
     def _use_async(self, address: int, what: str, w: Warp) -> Mbarrier:
-        """The mbarrier that an asynchronous operation of the warp will report to. The asynchronous proxy sees an init only
-        behind fence.mbarrier_init or fence.proxy.async (PTX ISA, membar/fence)."""
+        """The mbarrier that an asynchronous operation of the warp will report to.
+
+        The asynchronous proxy sees an init only behind fence.mbarrier_init or fence.proxy.async (PTX ISA, membar).
+        """
         barrier = self.mbarrier(address, what, w.at, w.index)
         if self.judge is None:
             return barrier
@@ -283,7 +287,7 @@ class Barriers:
         barrier.settle(w.at, w.index)
 
     def try_wait(self, w: Warp, address: int, parity: int, loops: bool) -> bool:
-        """Whether the phase of this parity is complete. If not and the kernel loops on it, the warp sleeps until it is."""
+        """Whether the phase of this parity is complete. If not, and the kernel loops on it, the warp sleeps."""
         barrier = self.mbarrier(address, "mbarrier.try_wait", w.at, w.index)
         self._use(barrier, w)
         parity &= 1

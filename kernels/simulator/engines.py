@@ -1,7 +1,7 @@
 """What goes on beside the warps: bulk copies, the tensor pipe, tcgen05.st and ld.
 
-Each operation is issued by a warp, which fixes what it may rely on (`judge.Action`), and performed at once without a seed, or
-whenever the scheduler draws it.
+Each operation is issued by a warp, which fixes what it may rely on (`judge.Action`), and performed at once without a
+seed, or whenever the scheduler draws it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from wanfp4.simulator import tma
 from wanfp4.simulator.barriers import Mbarrier
 from wanfp4.simulator.findings import BoundsError, ProtocolError, SimulationError, UnknownInstruction
 from wanfp4.simulator.judge import Action, Clock, Judge
-from wanfp4.simulator.memory import PARAM_BASE, Bytes, GlobalMemory, Mask, Params, SharedMemory, Span, TensorMemory
+from wanfp4.simulator.memory import PARAM_BASE, Bytes, GlobalMemory, Mask, Params, SharedMemory, Span
 from wanfp4.simulator.scheduler import Work
+from wanfp4.simulator.tensor_memory import TensorMemory
 
 if TYPE_CHECKING:
-    from wanfp4.simulator.machine import CTA
     from wanfp4.simulator.scheduler import Warp
 
 MAP_ALIGNMENT, BULK_ALIGNMENT = 64, 16
@@ -180,7 +180,7 @@ class Engines:
         w.group += 1
 
     def wait_group(self, w: Warp, left: int, read: bool) -> None:
-        """cp.async.bulk.wait_group: all but the latest `left` groups have read shared memory and, without `.read`, written."""
+        """cp.async.bulk.wait_group: all but `left` groups have read their source and, without `read`, written."""
         last = w.group - left
         for work in [work for work in self.stores if work.warp is w and work.group < last]:
             while work.steps and not (read and len(work.steps) == 1):
@@ -210,7 +210,7 @@ class Engines:
         return self.judge.tensor_pipe(w.index, w.at, what, stream)
 
     def mma(
-        self: CTA,
+        self,
         w: Warp,
         kind: str,
         d: int,
@@ -236,7 +236,7 @@ class Engines:
             action, w, lambda: mma(self, kind, d, a, a_in_tmem, b, idesc, accumulate, keep_lanes, sfa, sfb, block)
         )
 
-    def copy_scales(self: CTA, w: Warp, taddr: int, desc: int, shape: str) -> None:
+    def copy_scales(self, w: Warp, taddr: int, desc: int, shape: str) -> None:
         """tcgen05.cp."""
         from wanfp4.simulator.mma import copy_scales
 

@@ -6,8 +6,8 @@ the number of its latest action that is known to have happened. What "known" gra
 
 KNOWN    Actions whose effects generic accesses see (PTX ISA, Memory Consistency Model, causality order).
 FENCED   Of the others' generic writes, those known to lie before a proxy fence that lies before now. An asynchronous
-         access may use what a generic write left only through this row (PTX ISA, Memory Consistency Model, proxy-preserved
-         base causality order). The fence may stand on the writer's or the reader's side of the path.
+         access may use what a generic write left only through this row (PTX ISA, Memory Consistency Model,
+         proxy-preserved base causality order). The fence may stand on the writer's or the reader's side of the path.
 
 With ``isa`` ordering, tensor memory is judged by four further rows (PTX ISA, 9.7.16.6 Memory Consistency Model for 5th
 generation of TensorCore operations), and KNOWN no longer counts for it. A thread has two streams: its tcgen05
@@ -21,18 +21,20 @@ DONE_HEARD, ISSUED_HEARD
 So tcgen05.wait::ld and wait::st move the thread's own loads or stores into DONE; tcgen05.fence::before_thread_sync
 moves DONE and ISSUED into the heard rows; tcgen05.fence::after_thread_sync moves the heard rows back (9.7.16.6.3);
 tcgen05.commit makes its mbarrier release every earlier tcgen05.mma and cp of the thread straight into the heard rows,
-because it performs the before fence itself (9.7.16.6.4.2). What a pair is granted by ISSUED alone (9.7.16.6.2): cp before
-mma, and mma before mma of the same accumulator, shape and kind; every other pair needs DONE. tcgen05.ld has read
+because it performs the before fence itself (9.7.16.6.4.2). Two pairs are granted by ISSUED alone (9.7.16.6.2): cp
+before mma, and mma before mma of the same accumulator, shape and kind; every other pair needs DONE. tcgen05.ld has read
 tensor memory only at wait::ld, although its registers may be used at once (9.7.16.6.4.5, true register dependencies).
 Operands that tcgen05.mma and cp read from shared memory are judged by KNOWN and FENCED in both orderings: the fences of
 9.7.16.6.3 order tcgen05 operations with each other.
 
-With ``pipe`` ordering, tcgen05.mma and cp are one agent that acts in issue order in both directions, tcgen05.ld reads
-at issue, tcgen05.fence grants and demands nothing, and an asynchronous *write* needs no proxy fence after a generic one.
-That is what NVIDIA's own kernels rely on.
+A generic read before an asynchronous write needs no proxy fence in either ordering: NVIDIA's kernels have none there.
 
-Granules are 4 bytes of shared memory and one column of one quarter (32 lanes) of tensor memory. Lanes of one warp are one
-agent: what goes wrong between them inside of a warp is not seen. Global memory is not judged.
+With ``pipe`` ordering, tcgen05.mma and cp are one agent that acts in issue order in both directions, tcgen05.ld reads
+at issue, tcgen05.fence grants and demands nothing, and an asynchronous *write* needs no proxy fence after a generic
+one. That is what NVIDIA's own kernels rely on.
+
+Granules are 4 bytes of shared memory and one column of one quarter (32 lanes) of tensor memory. Lanes of one warp are
+one agent: what goes wrong between them inside of a warp is not seen. Global memory is not judged.
 """
 
 from __future__ import annotations
@@ -219,6 +221,7 @@ class Judge:
         self.clock = np.zeros((self.total, self.rows, self.total), np.int32)
         for warp in each:
             self.clock[warp, KNOWN, warp] = 1
+        self.last = np.zeros(self.total, np.int32)  # lines of the agents' last actions
         self.extra: dict[object, int] = {}
         self.streams: list[list[int]] = [[self.copies + i] for i in each]  # tcgen05.mma and cp agents of each warp
         self.stream_key: dict[int, object] = {}
@@ -243,7 +246,7 @@ class Judge:
     # ---- what a warp does itself ----
     def release(self, warp: int) -> Clock:
         """What an arrival of the warp passes on."""
-        clock = self.clock[warp].copy()
+        clock: Clock = self.clock[warp].copy()
         if self.isa:
             clock[DONE] = clock[ISSUED] = 0
         self.clock[warp, KNOWN, warp] += 1
@@ -322,8 +325,10 @@ class Judge:
         return self._issue(Action(what, line, warp), agent, self.clock[warp], stream)
 
     def _issue(self, action: Action, agent: int, issuer: Clock, stream: object = None) -> Action:
-        """Number the action and fix what lies before it. Waits cover a prefix of an agent's actions, so numbers are given
-        in order of issue, whenever the action is performed."""
+        """Number the action and fix what lies before it.
+
+        Waits cover a prefix of an agent's actions, so numbers follow the order of issue, whenever they are performed.
+        """
         mine = self.clock[agent]
         np.maximum(mine, issuer, out=mine)
         time = int(mine[KNOWN, agent]) + 1
@@ -343,6 +348,7 @@ class Judge:
             np.maximum(mine[DONE], granted, out=mine[DONE])
             mine[DONE, agent] = time
             issuer[ISSUED, agent] = time
+        self.last[agent] = action.line
         action.after = mine.copy()
         if self.isa:
             action.after[DONE] = action.after[ISSUED] = 0
@@ -355,7 +361,8 @@ class Judge:
             mine = self.clock[self.pipe]
             np.maximum(mine, self.clock[warp], out=mine)
             self.clock[warp, KNOWN, warp] += 1
-            return mine.copy()
+            done: Clock = mine.copy()
+            return done
         done = self.clock[self.streams[warp]].max(0)
         np.maximum(done[DONE_HEARD], done[DONE], out=done[DONE_HEARD])
         np.maximum(done[ISSUED_HEARD], done[DONE], out=done[ISSUED_HEARD])
@@ -388,11 +395,11 @@ class Judge:
         known, reads = (action.tensor, None) if shadow.tensor else (action.shared_write, action.known)
         shadow.write(action.agent, action.time, known, where, action.line, action.warp, action, reads)
 
-    def unobserved(self) -> list[str]:
-        """Agents that touch shared memory asynchronously and whose last action no warp knows to be complete."""
+    def unobserved(self) -> list[tuple[str, int]]:
+        """Agents whose last asynchronous access of shared memory no warp knows to be complete, and its line."""
         agents = [*range(self.pipe, self.st), *range(self.bulk, self.bulk + self.warps), *self.extra.values()]
         known = self.clock[: self.warps, KNOWN].max(0)
-        return [self.names[a] for a in agents if self.clock[a, KNOWN, a] > known[a]]
+        return [(self.names[a], int(self.last[a])) for a in agents if self.clock[a, KNOWN, a] > known[a]]
 
     def missing(self, warp: int, other: int, when: int, tensor: bool, action: Action | None) -> str:
         """In words: what does not stand between action `when` of `other` and this one."""

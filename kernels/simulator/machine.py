@@ -1,7 +1,7 @@
 """One CTA: its memories, its warps, and what their instructions do beyond registers.
 
-Addresses are arrays of 32 lanes, uint32 for shared memory and uint64 for global and generic ones; a mask is None for all
-lanes. Operands that must be uniform are Python ints. Errors say the PTX line (`warp.at`) and the warp.
+Addresses are arrays of 32 lanes, uint32 for shared memory and uint64 for global and generic ones; a mask is None for
+all lanes. Operands that must be uniform are Python ints. Errors say the PTX line (`warp.at`) and the warp.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from wanfp4.simulator.memory import (
     Mask,
     Params,
     SharedMemory,
-    TensorMemory,
 )
 from wanfp4.simulator.scheduler import Program, Scheduler, Warp
+from wanfp4.simulator.tensor_memory import TensorMemory
 
 ORDERINGS = ("pipe", "isa")
 
@@ -109,8 +109,8 @@ class CTA(Scheduler, Barriers, Engines):
                 f"{left.columns} tensor memory columns at {left.base} are not deallocated at the end", line=left.line
             )
         if self.judge is not None:
-            for name in self.judge.unobserved():
-                raise ProtocolError(f"the CTA ends with no wait for the last action of {name}")
+            for name, line in self.judge.unobserved():
+                raise ProtocolError(f"the CTA ends, and nobody has waited for the last action of {name}", line=line)
 
     @property
     def statistics(self) -> Statistics:
@@ -184,8 +184,8 @@ class CTA(Scheduler, Barriers, Engines):
     ) -> NDArray[Any]:
         """atom and red: the old values. Lanes act one after the other, lowest first (PTX ISA leaves the order open).
 
-        With tracking, an atomic must come after the last plain write; atomics among each other are in no race, and plain reads
-        of what they left are not judged.
+        With tracking, an atomic must come after the last plain write; atomics among each other are in no race, and
+        plain reads of what they left are not judged.
         """
         size = values.dtype.itemsize
         old = np.zeros(32, values.dtype)
@@ -236,7 +236,7 @@ def _spread(values: NDArray[Any], mask: Mask) -> NDArray[Any]:
 
 
 def _windows(address: Lanes, m: Mask | None) -> list[tuple[int, Mask]]:
-    """The address windows (top bytes) of the active lanes, each with its lanes; global memory is None of the named ones."""
+    """The address windows (top bytes) that active lanes point into, each with its lanes; 0 for global memory."""
     top = (address >> np.uint64(56)).astype(np.int64)
     top[~np.isin(top, (SHARED_WINDOW >> 56, PARAM_BASE >> 56))] = 0
     live = np.ones(32, np.bool_) if m is None else m

@@ -1,7 +1,7 @@
 """Warps, and who goes on when.
 
-Without a seed, warps go on in turn, each until it has to wait, and whatever is asynchronous completes when it is issued.
-With a seed, one warp or one piece of asynchronous work is drawn at a time, and everyone's speed is drawn once from four
+Without a seed, warps go on in turn, each until it has to wait, and whatever is asynchronous completes at issue. With a
+seed, one warp or one piece of asynchronous work is drawn at a time, and everyone's speed is drawn once from four
 decades: late completion and lazy warps are what a wrong kernel does not survive.
 """
 
@@ -38,9 +38,9 @@ class KernelShape(Protocol):
 class Program(Protocol):
     """Translated code, as the machine runs it.
 
-    Block `i` is `full[i](warp, registers)` for a whole warp and `part[i](warp, registers, mask)` for some of its lanes. It
-    returns the next block, FINISHED, or SPLIT after setting `warp.split` to (lanes that branch, their block, the others').
-    `registers()` gives values and poison of a new warp; `line(i)` a PTX line of block `i`.
+    Block `i` is `full[i](warp, registers)` for a whole warp and `part[i](warp, registers, mask)` for some of its lanes.
+    It returns the next block, FINISHED, or SPLIT after setting `warp.split` to (lanes that branch, their block, the
+    others' block). `registers()` gives values and poison of a new warp, `line(i)` a PTX line of block `i`.
     """
 
     @property
@@ -132,7 +132,7 @@ def _specials(
 
 
 class Work:
-    """Asynchronous work that is under way: what it is and how to perform its next step; `done` when there is none left."""
+    """Asynchronous work that is under way: what it is, and its steps that are left."""
 
     __slots__ = ("action", "group", "steps", "warp")
 
@@ -172,20 +172,20 @@ class Scheduler:
         while True:
             self.turns += 1
             if self.limit is not None and self.turns > self.limit:
-                raise DeadlockError(f"no end after {self.limit} turns\n{self._situation()}")
+                raise self._stuck(f"no end after {self.limit} turns")
             alive = [w for w in self.warps if w.groups]
             ready = [w for w in alive if w.wait is None or w.wait.ready()]
             if self.random is None:
                 if not alive:
                     return
                 if not ready:
-                    raise DeadlockError(f"deadlock: no warp can go on\n{self._situation()}")
+                    raise self._stuck("deadlock: no warp can go on")
                 for warp in ready:
                     self.budget = PATIENCE
                     self.step(warp)
             elif not self._draw(self.random, ready):
                 if alive:
-                    raise DeadlockError(f"deadlock: no warp can go on\n{self._situation()}")
+                    raise self._stuck("deadlock: no warp can go on")
                 return
 
     def _draw(self, draw: random.Random, ready: list[Warp]) -> bool:
@@ -255,8 +255,8 @@ class Scheduler:
             mask = groups[pc] | mask
         groups[pc] = FULL if mask is FULL or mask.all() else mask
 
-    def _situation(self) -> str:
-        lines = [f"  {w.state()}" for w in self.warps]
+    def _stuck(self, what: str) -> DeadlockError:
+        lines = [what, *(f"  {w.state()}" for w in self.warps)]
         lines += [f"  under way: {work}" for queue in (self.pipe, self.loads, self.stores) for work in queue]
         lines += [f"  under way: {a.what} of warp {a.warp}, line {a.line}" for w in self.warps for a, _ in w.stores]
-        return "\n".join(lines)
+        return DeadlockError("\n".join(lines), line=next((w.at for w in self.warps if w.groups), None))

@@ -1,7 +1,7 @@
 """TMA: the tensor map as the hardware holds it, the boxes it describes, and where their bytes land.
 
-The encoding of the 128-byte map was read off what CuTe DSL's host code builds; NVIDIA documents only the host function that
-makes it (CUDA driver API, cuTensorMapEncodeTiled), whose rules `TensorMap` checks.
+The encoding of the 128-byte map was read off what CuTe DSL's host code builds; NVIDIA documents only the host function
+that makes it (CUDA driver API, cuTensorMapEncodeTiled), whose rules `TensorMap` checks.
 """
 
 from __future__ import annotations
@@ -83,8 +83,10 @@ class TensorMap:
         return 1 if self.atom32 else (0, 6, 4, 2)[self.swizzle]
 
     def window(self, coordinates: Sequence[int]) -> tuple[int, list[slice] | None]:
-        """Global address of the box's first element (which may lie outside), and per dimension the part of the box that is
-        inside of the tensor; None if nothing is."""
+        """Global address of the box's first element, and per dimension the part of the box inside of the tensor.
+
+        The address may lie outside; None instead of the parts if nothing is inside. Dimension 0 is in bytes.
+        """
         if len(coordinates) != self.rank:
             raise DescriptorError(f"{len(coordinates)} coordinates for {self}")
         if coordinates[0] * self.bits % 8:
@@ -130,7 +132,10 @@ class TensorMap:
         return out.reshape(-1)
 
     def write(self, memory: GlobalMemory, coordinates: Sequence[int], values: Bytes, reduce: str | None = None) -> int:
-        """Put the box's bytes, or combine them with what is there, except outside of the tensor. Returns bytes written."""
+        """Put the box's bytes, or combine them with what is there, except outside of the tensor.
+
+        Returns how many bytes were written.
+        """
         first, inside = self.window(coordinates)
         if inside is None:
             return 0
