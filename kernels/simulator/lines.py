@@ -1,9 +1,9 @@
 """From a line of PTX to the line of the CuTe DSL source that it was made from.
 
 PTX that was compiled with `--generate-line-info` (or CUTE_DSL_LINEINFO=1, or in an `Interceptor`, which asks for it)
-names files in `.file` and the place of what follows in `.loc file line column` directives. One place per instruction:
-the innermost frame outside of cutlass itself. A column of 0 stands for the kernel as a whole: constants and branches of
-`if` have no place of their own.
+names files in `.file`, and in `.loc file line column` the place of what follows: one place, in the innermost frame
+outside of cutlass itself. Operations without a place of their own get the function that was compiled, in column 0:
+constants, branches of `if`, and inline assembly that was made without `loc`.
 """
 
 import ast
@@ -20,14 +20,19 @@ _ASM = re.compile(r"\s*//\s*(begin|end) inline asm")
 
 @dataclass(frozen=True)
 class SourceLine:
-    """A place in a source file; `function` is the qualified name of the function around it, if the file can be read."""
+    """A place in a source file; `function` is the qualified name of the function around it, if the file can be read.
+
+    When `exact` is false, the instruction comes from that function or from what it calls.
+    """
 
     path: Path
     line: int
     function: str | None
+    exact: bool
 
     def __str__(self) -> str:
-        return f"{self.path.name}:{self.line}" + (f" in {self.function}" if self.function else "")
+        place = f"{self.path.name}:{self.line}" + (f" in {self.function}" if self.function else "")
+        return place if self.exact else f"somewhere under {place}"
 
 
 class SourceMap:
@@ -36,7 +41,7 @@ class SourceMap:
     def __init__(self, ptx: str) -> None:
         self._files: dict[int, Path] = {}
         self._starts: list[int] = []  # PTX lines from which a place holds
-        self._places: list[tuple[int, int] | None] = []
+        self._places: list[tuple[int, int, bool] | None] = []
         inside = False
         for number, text in enumerate(ptx.splitlines(), 1):
             if match := _FILE.match(text):
@@ -47,12 +52,12 @@ class SourceMap:
                 # Within inline assembly the compiler counts on from the line of the Python call, once per line of
                 # assembly.
                 if not inside:
-                    file, line, _ = (int(part) for part in match.groups())
-                    self._add(number, (file, line) if line else None)
+                    file, line, column = (int(part) for part in match.groups())
+                    self._add(number, (file, line, column > 0) if line else None)
             elif ".entry" in text:
                 self._add(number, None)
 
-    def _add(self, start: int, place: tuple[int, int] | None) -> None:
+    def _add(self, start: int, place: tuple[int, int, bool] | None) -> None:
         self._starts.append(start)
         self._places.append(place)
 
@@ -62,8 +67,9 @@ class SourceMap:
         place = self._places[index] if index >= 0 else None
         if place is None or place[0] not in self._files:
             return None
-        path = self._files[place[0]]
-        return SourceLine(path, place[1], _function_at(path, place[1]))
+        file, line, exact = place
+        path = self._files[file]
+        return SourceLine(path, line, _function_at(path, line), exact)
 
     def where(self, ptx_line: int) -> str | None:
         """The same as text: "file.py:123 in function"."""

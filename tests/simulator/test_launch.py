@@ -2,6 +2,8 @@
 
 import ctypes
 import os
+import platform
+import re
 import struct
 import subprocess
 import sys
@@ -9,9 +11,12 @@ import sys
 import pytest
 import torch
 
+from wanfp4.simulator import patching
 from wanfp4.simulator.errors import HostError
-from wanfp4.simulator.images import static_shared_bytes
+from wanfp4.simulator.images import cubins_at, static_shared_bytes
 from wanfp4.simulator.launch import Interceptor, Launch
+from wanfp4.simulator.lines import SourceMap
+from wanfp4.simulator.lint import lint
 
 cutlass = pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 cute = cutlass.cute
@@ -376,3 +381,71 @@ def test_the_library_is_found_where_cutlass_says(monkeypatch):
     monkeypatch.setattr(cutlass.cutlass_dsl.CuTeDSL._get_dsl().envar, "shared_libs", "/nowhere/libother.so")
     with pytest.raises(HostError, match=r"names no libcute_dsl_runtime .*libother"), Interceptor("sm_100a", print):
         pass
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Argument aux_data:UserWarning")  # cutlass, of flash-attn-4's arguments
+def test_flash_attention_is_caught_with_its_lines(launches, flash_attention_forward):
+    """The SM100 forward of flash-attn-4: 512 threads, all shared memory, tensor maps among its parameters."""
+    from cuda.bindings import driver
+
+    q, k, v, o = (torch.zeros(1, 128, 1, 128, dtype=torch.bfloat16) for _ in range(4))
+    tensors = [
+        from_dlpack(t, assumed_align=16).mark_layout_dynamic(leading_dim=t.ndim - 1)
+        for t in (q, k, v, o, torch.zeros(1, 1, 128))
+    ]
+    maps = []
+
+    def handle(launch: Launch) -> None:
+        launches.append(launch)
+        sizes = re.findall(r"\.param \.align \d+ \.b8 \w+_param_(\d+)\[128\]", launch.ptx)
+        maps.extend(int.from_bytes(launch.params(int(index), 8), "little") for index in sizes)
+
+    with Interceptor("sm_100a", handle):
+        forward = flash_attention_forward(128, is_causal=False, is_static_persistent=False)
+        compiled = cute.compile(forward, *tensors, 0.1, stream=driver.CUstream(0))
+        compiled(*tensors, 0.1, stream=driver.CUstream(0))
+    (launch,) = launches
+    assert (launch.grid, launch.block, launch.cluster) == ((1, 1, 1), (512, 1, 1), (1, 1, 1))
+    assert launch.shared_bytes == 227 * 1024
+    assert {t.data_ptr() for t in (q, k, v, o)} <= set(maps)
+    table = SourceMap(launch.ptx)
+    lines = launch.ptx.splitlines()
+    loads = {table.source(i).function for i, text in enumerate(lines, 1) if text.strip().startswith("tcgen05.ld")}
+    assert "FlashAttentionForwardSm100.softmax_step" in loads
+    # It leaves the wait for loads from tensor memory to ptxas, and breaks no other rule.
+    assert {finding.rule for finding in lint(launch.ptx)} == {"tmem-load"}
+
+
+def test_code_is_changed_where_the_process_memory_file_is_closed(launches, monkeypatch):
+    def closed(address: int, code: bytes) -> None:
+        raise PermissionError("no /proc/self/mem here")
+
+    def refused(address: int, code: bytes) -> None:
+        raise PermissionError("no mprotect either")
+
+    _, x = tensor()
+    before = settings()
+    monkeypatch.setattr(patching, "_write_through_proc", closed)
+    if platform.machine() == "x86_64":
+        with Interceptor("sm_100a", launches.append):
+            double(x)
+        assert len(launches) == 1
+        assert settings() == before
+    monkeypatch.setattr(patching, "_write_through_mprotect", refused)
+    with pytest.raises(HostError, match=r"change its own code.*no /proc/self/mem"), Interceptor("sm_100a", print):
+        pass
+    assert settings() == before
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        (b"\x7fELF" + bytes(100), "no fat binary: it begins with 0x464c457f"),
+        (struct.pack("<IHHQ", 0xBA55ED50, 1, 16, 32) + struct.pack("<HHIQ", 2, 1, 16, 16) + bytes(16), "compressed"),
+    ],
+)
+def test_device_code_of_another_kind_is_refused(image, message):
+    buffer = ctypes.create_string_buffer(image)
+    with pytest.raises(HostError, match=message):
+        cubins_at(ctypes.addressof(buffer))

@@ -27,6 +27,8 @@ HANDWRITTEN = """\
 	bra LAB_WAIT;
 	}
 	// end inline asm
+	.loc	1 2 0
+	mov.b32 %r3, 3;
 	.loc	1 0 0
 	ret;
 }
@@ -45,8 +47,9 @@ def test_a_place_holds_until_the_next(tmp_path):
     assert table.where(5) is None  # before the first .loc
     assert table.where(7) == "program.py:3 in Kernel.step"
     assert table.where(8) == "program.py:3 in Kernel.step"
-    assert table.where(19) is None  # line 0: the compiler does not know
-    assert table.where(23) is None  # another kernel
+    assert table.where(19) == "somewhere under program.py:2 in Kernel.step"  # column 0
+    assert table.where(21) is None  # line 0
+    assert table.where(25) is None  # another kernel
     source = table.source(7)
     assert source is not None
     assert source.path == tmp_path / "program.py"
