@@ -90,28 +90,34 @@ class SharedDescriptor:
             f"stride offset {self.sbo}, {_LAYOUTS[self.layout]})"
         )
 
-    def k_major(self, rows: int, row_bytes: int) -> Gather:
-        """Addresses [rows, row_bytes] of an operand whose K bytes are contiguous. Cached."""
-        return _k_major(self, rows, row_bytes)
+    def k_major(self, rows: int, row_bytes: int, *, strict: bool = True) -> Gather:
+        """Addresses [rows, row_bytes] of an operand whose K bytes are contiguous. Cached.
 
-    def mn_major(self, rows: int, depth: int, size: int) -> Gather:
+        strict: a swizzle pattern must start on its boundary, as the ISA wants it with base offset 0. The hardware
+        swizzles absolute addresses, and NVIDIA's tutorial GEMMs start at odd multiples of 128 bytes.
+        """
+        return _k_major(self, rows, row_bytes, strict)
+
+    def mn_major(self, rows: int, depth: int, size: int, *, strict: bool = True) -> Gather:
         """Addresses [rows, depth, size] of the bytes of an operand whose rows are contiguous. Cached.
 
-        `depth` is its extent along K, `size` the bytes of an element.
+        `depth` is its extent along K, `size` the bytes of an element; strict as for `k_major`.
         """
-        return _mn_major(self, rows, depth, size)
+        return _mn_major(self, rows, depth, size, strict)
 
     def _refuse(self, why: str) -> DescriptorError:
         return DescriptorError(f"{self}: {why}")
 
-    def _check_pattern(self, used_of_row: int, strides: dict[str, int]) -> None:
+    def _check_pattern(self, used_of_row: int, strides: dict[str, int], strict: bool) -> None:
         """The swizzle pattern must start on its boundary, base offset 0 ("Shared memory descriptor")."""
         pitch = _PITCH[self.layout]
         pattern = pitch * _DEPTH[self.layout]
-        if self.start % pattern >= pitch:
-            raise self._refuse(f"starts in row {self.start % pattern // pitch} of a swizzle pattern of {pattern} bytes")
         if self.start % pitch + used_of_row > pitch:
             raise self._refuse(f"{used_of_row} bytes from byte {self.start % pitch} of a {pitch}-byte row do not fit")
+        if not strict:
+            return
+        if self.start % pattern >= pitch:
+            raise self._refuse(f"starts in row {self.start % pattern // pitch} of a swizzle pattern of {pattern} bytes")
         for name, stride in strides.items():
             if stride % pattern:
                 raise self._refuse(f"{name} {stride} takes the swizzle pattern off its boundary of {pattern} bytes")
@@ -124,20 +130,20 @@ def _gather(addresses: Any) -> Gather:
 
 
 @lru_cache(maxsize=1024)
-def _k_major(self: SharedDescriptor, rows: int, row_bytes: int) -> Gather:
+def _k_major(self: SharedDescriptor, rows: int, row_bytes: int, strict: bool) -> Gather:
     row, byte = np.arange(rows)[:, None], np.arange(row_bytes)[None, :]
     if self.layout == 0:
         address = (row % 8) * 16 + (row // 8) * self.sbo + (byte // 16) * self.lbo + byte % 16
     elif self.layout == 1:
         raise self._refuse("this swizzle is for MN-major operands of 32-bit elements, not for K-major ones")
     else:
-        self._check_pattern(row_bytes, {"stride offset": self.sbo} if rows > 8 else {})
+        self._check_pattern(row_bytes, {"stride offset": self.sbo} if rows > 8 else {}, strict)
         address = (row % 8) * _PITCH[self.layout] + (row // 8) * self.sbo + byte
     return _gather(swizzle(self.start + address, self.layout))
 
 
 @lru_cache(maxsize=1024)
-def _mn_major(self: SharedDescriptor, rows: int, depth: int, size: int) -> Gather:
+def _mn_major(self: SharedDescriptor, rows: int, depth: int, size: int, strict: bool) -> Gather:
     row, k = np.arange(rows)[:, None], np.arange(depth)[None, :]
     if (self.layout == 1) != (size == 4):
         raise self._refuse(f"MN-major operands of {8 * size}-bit elements do not have this swizzle")
@@ -150,7 +156,7 @@ def _mn_major(self: SharedDescriptor, rows: int, depth: int, size: int) -> Gathe
         strides = {"leading offset": self.lbo} if rows > per else {}
         if depth > deep:
             strides["stride offset"] = self.sbo
-        self._check_pattern(min(rows, per) * size, strides)
+        self._check_pattern(min(rows, per) * size, strides, strict)
         address = (row % per) * size + (row // per) * self.lbo + (k % deep) * pitch + (k // deep) * self.sbo
     # A swizzle moves whole 16-byte units, so an element's bytes stay together.
     return _gather(swizzle(self.start + address, self.layout)[:, :, None] + np.arange(size))
@@ -168,6 +174,7 @@ _TYPES: dict[str, dict[int, str]] = {
     "mxf4nvf4": {1: "e2m1"},
 }
 _K = {"f16": 16, "tf32": 8, "f8f6f4": 32, "mxf8f6f4": 32, "mxf4": 64, "mxf4nvf4": 64}
+_FLAGS = {"negate_a": 13, "negate_b": 14, "a_mn_major": 15, "b_mn_major": 16}
 _BLOCKS = {"mxf8f6f4": (32,), "mxf4": (32,), "mxf4nvf4": (16, 32)}
 
 
@@ -267,9 +274,8 @@ def _parse(kind: str, value: int, block: int | None) -> InstructionDescriptor:
                 raise DescriptorError("bits 30-31 are for .ws and must be 0")
     except DescriptorError as error:
         raise DescriptorError(f"instruction descriptor {value:#x} of kind {kind}: {error.message}") from None
-    return InstructionDescriptor(
-        kind, value, m, n, _K[kind], a_type, b_type, *(bool(bits(low, 1)) for low in (13, 14, 15, 16)), **scale
-    )
+    flags = {name: bool(bits(low, 1)) for name, low in _FLAGS.items()}
+    return InstructionDescriptor(kind, value, m, n, _K[kind], a_type, b_type, **flags, **scale)
 
 
 def _scale_fields(kind: str, value: int, block: int | None) -> dict[str, Any]:

@@ -29,6 +29,7 @@ the sign bit. A NaN scale makes its rows or columns NaN.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -64,6 +65,8 @@ class Tensor(Protocol):
 class Cta(Protocol):
     """What is used of a CTA (machine.py)."""
 
+    isa: bool  # only what the ISA promises; else also what NVIDIA's kernels rely on
+
     @property
     def shared(self) -> Shared: ...
     @property
@@ -94,7 +97,10 @@ def decode(raw: Bytes, element: str) -> F64:
 
 def _shared_operand(cta: Cta, side: str, value: int, rows: int, k: int, element: str, mn_major: bool) -> F64:
     descriptor = SharedDescriptor.parse(value)
-    gather = descriptor.mn_major(rows, k, _SIZES[element]) if mn_major else descriptor.k_major(rows, 32)
+    if mn_major:
+        gather = descriptor.mn_major(rows, k, _SIZES[element], strict=cta.isa)
+    else:
+        gather = descriptor.k_major(rows, 32, strict=cta.isa)
     _inside(cta, descriptor, gather, f"{side}, {rows} rows,")
     return decode(cta.shared.take(gather.addresses).reshape(rows, 32), element)
 
@@ -140,7 +146,8 @@ def _scales(cta: Cta, what: str, column: int, rows: int, first: int, count: int,
             f"{used[quarter, row, byte]:#04x} in lane {row % 32 + 32 * quarter} of column {column + row // 32}; "
             "all four lane quarters must hold the same"
         )
-    return _SCALES[kind].take(used[0])
+    values: F64 = _SCALES[kind].take(used[0])
+    return values
 
 
 def mma(
@@ -216,16 +223,23 @@ def mma(
     cta.tensor.put(lanes, columns_d, result.view(np.uint32))
 
 
+@lru_cache(maxsize=64)
+def _scratch(rows: int, columns: int) -> tuple[F64, F32]:
+    """Buffers for a product and its rounding: fresh ones of this size cost more than the arithmetic (page faults)."""
+    return np.empty((rows, columns)), np.empty((rows, columns), np.float32)
+
+
 def _exact(left: F64, right: F64, before: F32 | None, scale_a: F64 | None, scale_b: F64 | None) -> F32:
     if scale_a is not None and scale_b is not None:
         left, right = _scaled(left, scale_a), _scaled(right, scale_b)
-    total = left @ right.T
+    total, result = _scratch(len(left), len(right))
+    np.matmul(left, right.T, out=total)
     if before is not None:
         total += before
-    result = total.astype(np.float32)
+    result[...] = total
     number = result == result
     if np.count_nonzero(number) != number.size:
-        result = np.where(number, result, _NAN)
+        result[~number] = _NAN
     return result
 
 
@@ -251,7 +265,7 @@ def copy_scales(cta: Cta, taddr: int, desc: int, shape: str = "32x128b.warpx4") 
         raise UnknownInstruction(f"tcgen05.cp.{shape} is not modelled")
     rows, row_bytes, copies = _COPIES[shape]
     descriptor = SharedDescriptor.parse(desc)
-    gather = descriptor.k_major(rows, row_bytes)
+    gather = descriptor.k_major(rows, row_bytes, strict=cta.isa)
     _inside(cta, descriptor, gather, f"tcgen05.cp.{shape}")
     words = cta.shared.take(gather.addresses).view(np.uint32)
     column = _column(taddr & 0x3FFFFFFF if copies == 4 else taddr, "destination of tcgen05.cp")

@@ -39,7 +39,7 @@ def cta():
     shared, tensor = SharedMemory(0x24000, track=False), TensorMemory(track=False)
     shared.acting = tensor.acting = acting
     tensor.alloc(512, 1, 0)
-    return SimpleNamespace(shared=shared, tensor=tensor)
+    return SimpleNamespace(shared=shared, tensor=tensor, isa=True)
 
 
 def descriptor(start, layout="none", lbo=16, sbo=1024):

@@ -95,8 +95,12 @@ def cp(b: Block, ins: Instruction) -> None:
     b.emit(f"w.cta.copy_scales(w, {target}, {source}, '32x128b.warpx4')")
 
 
-@op(f"tcgen05.mma {_GROUP} .kind::f16|kind::tf32|kind::f8f6f4", targets=0, effects=True)
-def mma(b: Block, ins: Instruction, kind: str) -> None:
+# PTX ISA, tcgen05.mma: A may stay in the collector buffer. To fill it or to let it go changes no result; to use it would.
+_COLLECTOR = ".collector::a::discard|collector::a::fill?"
+
+
+@op(f"tcgen05.mma {_GROUP} .kind::f16|kind::tf32|kind::f8f6f4 {_COLLECTOR}", targets=0, effects=True)
+def mma(b: Block, ins: Instruction, kind: str, collector: str) -> None:
     d, a, b_, idesc, *rest = ins.operands
     b.emit(f"one({b.mask})")
     keep = "None"
@@ -110,11 +114,11 @@ def mma(b: Block, ins: Instruction, kind: str) -> None:
 
 @op(
     f"tcgen05.mma {_GROUP} .kind::mxf8f6f4|kind::mxf4|kind::mxf4nvf4 .block_scale "
-    ".scale_vec::1X|scale_vec::2X|scale_vec::4X|block16|block32?",
+    f".scale_vec::1X|scale_vec::2X|scale_vec::4X|block16|block32? {_COLLECTOR}",
     targets=0,
     effects=True,
 )
-def mma_block_scaled(b: Block, ins: Instruction, kind: str, vector: str) -> None:
+def mma_block_scaled(b: Block, ins: Instruction, kind: str, vector: str, collector: str) -> None:
     """PTX ISA, tcgen05.mma: mxf8f6f4 and mxf4 have one scale for 32 elements; mxf4nvf4 must say which of two."""
     d, a, b_, idesc, sfa, sfb, accumulate = ins.operands
     blocks = {
