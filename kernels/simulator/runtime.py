@@ -95,7 +95,8 @@ def used(w: Any, slots: Sequence[int], mask: Mask) -> None:
             bad = bad & mask
         if bad.any():
             lane = int(bad.argmax())
-            what = f"{w.cta.code.names[slot]} of lane {lane}" + (f" (and {int(bad.sum()) - 1} more)" * (bad.sum() > 1))
+            more = int(bad.sum()) - 1
+            what = f"{w.cta.code.names[slot]} of lane {lane}" + (f" (and {more} more)" if more else "")
             raise PoisonError(f"{what} is used, and nothing defined it{w.origin(slot)}", warp=w.index)
 
 
