@@ -29,8 +29,16 @@ def versions() -> dict[str, str]:
     return {
         "wanfp4": wanfp4.__version__,
         "python": platform.python_version(),
-        **{name: metadata.version(name) for name in PACKAGES},
+        **{name: _installed(name) for name in PACKAGES},
     }
+
+
+def _installed(name: str) -> str:
+    """Packages copied onto a path, or left out by someone who needs no video, have no metadata."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def machine(device: torch.device) -> dict[str, Any]:
