@@ -76,15 +76,14 @@ def _to_odd(s: F64, p: F64, c: F64) -> F64:
 
 def directed(near: F32, residual: F64, rounding: str) -> F32:
     """Turns the nearest float32 into the one of a directed rounding; `residual` has the sign of exact − near."""
-    if rounding == "rn":
-        return near
-    down, up = residual < 0, residual > 0
-    if rounding == "rz":
-        down, up = down & (near > 0), up & (near < 0)
-    if rounding != "rp":
-        near = np.where(down, np.nextafter(near, -_INF), near)
-    if rounding != "rm":
-        near = np.where(up, np.nextafter(near, _INF), near)
+    if rounding in ("rm", "rz"):
+        down = residual < 0 if rounding == "rm" else (residual < 0) & (near > 0)
+        if np.count_nonzero(down):
+            near = np.where(down, np.nextafter(near, -_INF), near)
+    if rounding in ("rp", "rz"):
+        up = residual > 0 if rounding == "rp" else (residual > 0) & (near < 0)
+        if np.count_nonzero(up):
+            near = np.where(up, np.nextafter(near, _INF), near)
     return near
 
 
@@ -101,10 +100,11 @@ def round_sum(p: F64, c: F64, rounding: str) -> F32:
             s = _to_odd(s, p, c)
         return s.astype(np.float32)
     near = s.astype(np.float32)
-    residual = s - near
-    residual = np.where(residual == 0, _sum_error(s, p, c), residual)
+    residual = s - near.astype(np.float64)
+    if np.count_nonzero(residual) != s.size:  # |s − near| is at least a last bit of s, more than the error of s, or 0
+        residual = np.where(residual == 0, _sum_error(s, p, c), residual)
     result = directed(near, residual, rounding)
-    if rounding == "rm":  # IEEE 754: x − x is −0 when rounding down
+    if rounding == "rm" and np.count_nonzero(s) != s.size:  # IEEE 754: x − x is −0 when rounding down
         negative = (s == 0) & (np.signbit(p) | np.signbit(c))
         result = np.where(negative, -_ZERO, result)
     return result
@@ -302,10 +302,18 @@ def _extreme(
     r = pick(a, b)
     if c is not None:
         r = pick(r, c)
-    # Zeros and NaN need care, nothing else does.
-    if np.count_nonzero(r) == r.size and np.count_nonzero(r == r) == r.size:
+    zeros, numbers = r.size - np.count_nonzero(r), np.count_nonzero(r == r) == r.size
+    if numbers and not zeros:
         return r
-    return settle_extreme(pick, smallest, [a, b] if c is None else [a, b, c])
+    operands = [a, b] if c is None else [a, b, c]
+    if not numbers or any(np.count_nonzero(x == x) != x.size for x in operands):
+        return settle_extreme(pick, smallest, operands)
+    # No operand lies beyond a result of zero: it is −0 if all signs are set (max) or any sign is (min).
+    join = np.bitwise_or if smallest else np.bitwise_and
+    signs = a.view(np.uint32)
+    for x in operands[1:]:
+        signs = join(signs, x.view(np.uint32))
+    return np.where(r == 0, (signs & _SIGN).view(np.float32), r)
 
 
 def settle_extreme(pick: Callable[[F32, F32], F32], smallest: bool, operands: list[F32]) -> F32:

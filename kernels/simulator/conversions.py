@@ -30,7 +30,8 @@ def _magnitudes(exponent_bits: int, mantissa_bits: int, bias: int) -> F64:
     code = np.arange(1 << (exponent_bits + mantissa_bits))
     exponent, mantissa = code >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
     fraction = mantissa / (1 << mantissa_bits) + (exponent > 0)
-    return fraction * 2.0 ** (np.maximum(exponent, 1) - bias)
+    values: F64 = np.ldexp(fraction, np.maximum(exponent, 1) - bias)
+    return values
 
 
 def _signed(magnitudes: F64) -> F32:
@@ -86,7 +87,7 @@ def encode(x: F32, name: str, relu: bool = False) -> U8:
 
 
 _LOW_E2M1 = {relu: _ENCODERS["e2m1", relu].codes for relu in (False, True)}
-_HIGH_E2M1 = {relu: _LOW_E2M1[relu] << 4 for relu in (False, True)}
+_HIGH_E2M1 = {relu: _LOW_E2M1[relu] << np.uint8(4) for relu in (False, True)}
 _E2M1_BREAKS = _ENCODERS["e2m1", False].breaks
 
 
@@ -125,21 +126,25 @@ def to_e5m2x2(a: F32, b: F32, relu: bool = False) -> U16:
     return _ENCODERS["e5m2", relu](_interleave(a, b)).view(np.uint16)
 
 
+def _ue8m0_breaks(rounding: str) -> U32:
+    powers = UE8M0[:255].view(np.uint32)  # of bytes 0–254
+    up = powers[:254] + np.uint32(1) if rounding == "rp" else powers[1:]
+    up = np.append(up, np.uint32(0x7F800001))
+    return np.concatenate((up, np.array([0x80000000], np.uint32), up | np.uint32(0x80000000)))
+
+
+_UE8M0_BREAKS = {rounding: _ue8m0_breaks(rounding) for rounding in ("rp", "rz")}
+_UE8M0_CODES: U8 = np.tile(np.arange(256), 2).astype(np.uint8)  # 254 steps and NaN, then the same for the other sign
+
+
 def to_ue8m0x2(a: F32, b: F32, rounding: str) -> U16:
     """cvt.{rp,rz}.satfinite.ue8m0x2.f32: the power of two at or above ("rp") or at or below ("rz") the magnitude.
 
     The sign is ignored, as the format has none; values below 2^−127 become 2^−127 (byte 0), NaN 255, the rest at most
     254.
     """
-    bits = _interleave(a, b).view(np.uint32) & 0x7FFFFFFF
-    code = bits >> 23
-    if rounding == "rp":
-        # Byte 0 is 2^−127, mantissa 0x400000 of a subnormal; byte e > 0 is mantissa 0 of exponent e.
-        code += (bits & 0x7FFFFF) > np.where(code == 0, np.uint32(0x400000), np.uint32(0))
-    elif rounding != "rz":
-        raise KeyError(rounding)
-    code = np.where(bits > 0x7F800000, np.uint32(255), np.minimum(code, np.uint32(254)))
-    return code.astype(np.uint8).view(np.uint16)
+    bits = _interleave(a, b).view(np.uint32)
+    return _UE8M0_CODES[_UE8M0_BREAKS[rounding].searchsorted(bits, "right")].view(np.uint16)
 
 
 _SHIFT_16 = np.array(16, np.uint32)
@@ -204,12 +209,12 @@ def to_tf32(x: F32, rounding: str, relu: bool = False, satfinite: bool = False) 
     """cvt.{rn,rz,rna}{.relu}{.satfinite}.tf32.f32: float32 bits whose 13 low bits are zero (NaN: 0x7FFFFFFF)."""
     bits = x.view(np.uint32)
     if rounding == "rn":
-        bits = bits + (((bits >> 13) & 1) + 0xFFF)
+        bits = bits + (((bits >> np.uint32(13)) & _ONE) + np.uint32(0xFFF))
     elif rounding == "rna":
         bits = bits + np.uint32(0x1000)
     elif rounding != "rz":
         raise KeyError(rounding)
-    bits = bits & 0xFFFFE000
+    bits = bits & np.uint32(0xFFFFE000)
     if satfinite:
         bits = np.where((bits & 0x7FFFFFFF) == 0x7F800000, bits - np.uint32(0x2000), bits)
     if relu:
@@ -247,7 +252,8 @@ with np.errstate(invalid="ignore"):
 def e2m1x2_to_f16x2(x: U8, relu: bool = False) -> U32:
     """cvt.rn{.relu}.f16x2.e2m1x2."""
     table = _TO_F16["e2m1", relu].astype(np.uint32)
-    return (table[x >> 4] << _SHIFT_16) | table[x & 15]
+    packed: U32 = (table[x >> 4] << _SHIFT_16) | table[x & 15]
+    return packed
 
 
 def _bytes_to_f16x2(x: U16, name: str, relu: bool) -> U32:
@@ -292,18 +298,21 @@ def float_to_int(x: NDArray[Any], rounding: str, dtype: type[np.integer[Any]], f
     NaN gives 0, but 2^(bits − 1) (for signed types the smallest value) if the source is f64 or the destination has 64
     bits.
     """
-    nan_bit = x.dtype == np.float64 or np.dtype(dtype).itemsize == 8
+    info = np.iinfo(dtype)
+    nan_bit = x.dtype == np.float64 or info.bits == 64
     if ftz:
         x = flush(x)
-    info = np.iinfo(dtype)
     whole = _ROUND[rounding[1]](x.astype(np.float64))
+    if not nan_bit:
+        inside = np.clip(whole, float(info.min), float(info.max))
+        return np.where(whole == whole, inside, 0.0).astype(dtype)
     nan = int(info.min) if info.min else 1 << (info.bits - 1)
     # The limits as float64: 2^63 − 1 and 2^64 − 1 round up, so what reaches the upper one saturates before the cast.
     above, below = whole >= float(info.max), whole <= float(info.min)
     inside = ~(above | below) & (whole == whole)
     out = np.where(inside, whole, 0).astype(dtype)
     out = np.where(above, dtype(info.max), np.where(below, dtype(info.min), out))
-    return np.where(np.isnan(whole), dtype(nan if nan_bit else 0), out)
+    return np.where(np.isnan(whole), dtype(nan), out)
 
 
 def int_to_float(x: NDArray[Any], rounding: str, dtype: type[np.floating[Any]] = np.float32) -> NDArray[Any]:

@@ -93,7 +93,7 @@ class SharedDescriptor:
     def k_major(self, rows: int, row_bytes: int, *, strict: bool = True) -> Gather:
         """Addresses [rows, row_bytes] of an operand whose K bytes are contiguous. Cached.
 
-        strict: a swizzle pattern must start on its boundary, as the ISA wants it with base offset 0. The hardware
+        `strict`: a swizzle pattern must start on its boundary, as the ISA wants it with base offset 0. The hardware
         swizzles absolute addresses, and NVIDIA's tutorial GEMMs start at odd multiples of 128 bytes.
         """
         return _k_major(self, rows, row_bytes, strict)
@@ -101,7 +101,7 @@ class SharedDescriptor:
     def mn_major(self, rows: int, depth: int, size: int, *, strict: bool = True) -> Gather:
         """Addresses [rows, depth, size] of the bytes of an operand whose rows are contiguous. Cached.
 
-        `depth` is its extent along K, `size` the bytes of an element; strict as for `k_major`.
+        `depth` is its extent along K, `size` the bytes of an element; `strict` as for `k_major`.
         """
         return _mn_major(self, rows, depth, size, strict)
 
@@ -174,7 +174,6 @@ _TYPES: dict[str, dict[int, str]] = {
     "mxf4nvf4": {1: "e2m1"},
 }
 _K = {"f16": 16, "tf32": 8, "f8f6f4": 32, "mxf8f6f4": 32, "mxf4": 64, "mxf4nvf4": 64}
-_FLAGS = {"negate_a": 13, "negate_b": 14, "a_mn_major": 15, "b_mn_major": 16}
 _BLOCKS = {"mxf8f6f4": (32,), "mxf4": (32,), "mxf4nvf4": (16, 32)}
 
 
@@ -274,8 +273,10 @@ def _parse(kind: str, value: int, block: int | None) -> InstructionDescriptor:
                 raise DescriptorError("bits 30-31 are for .ws and must be 0")
     except DescriptorError as error:
         raise DescriptorError(f"instruction descriptor {value:#x} of kind {kind}: {error.message}") from None
-    flags = {name: bool(bits(low, 1)) for name, low in _FLAGS.items()}
-    return InstructionDescriptor(kind, value, m, n, _K[kind], a_type, b_type, **flags, **scale)
+    negate_a, negate_b, a_mn_major, b_mn_major = (bool(bits(low, 1)) for low in (13, 14, 15, 16))
+    return InstructionDescriptor(
+        kind, value, m, n, _K[kind], a_type, b_type, negate_a, negate_b, a_mn_major, b_mn_major, **scale
+    )
 
 
 def _scale_fields(kind: str, value: int, block: int | None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wanfp4.simulator.arithmetic import F32, Bools, settle_extreme
+from wanfp4.simulator.conversions import int_to_int
 
 Ints = NDArray[Any]
 U32 = NDArray[np.uint32]
@@ -36,13 +37,14 @@ def shift_left(a: Ints, b: U32) -> Ints:
     """shl: amounts above the register's width are clamped to it, which leaves 0."""
     bits = _bits(a)
     inside = b < bits
-    return np.where(inside, a << np.where(inside, b, 0).astype(a.dtype), a.dtype.type(0))
+    shifted: Ints = np.where(inside, a << np.where(inside, b, 0).astype(a.dtype), a.dtype.type(0))
+    return shifted
 
 
 def shift_right(a: Ints, b: U32) -> Ints:
     """shr: fills with the sign of signed types; amounts are clamped to the register's width."""
     bits = _bits(a)
-    shifted = a >> np.minimum(b, np.uint32(bits - 1)).astype(a.dtype)
+    shifted: Ints = a >> np.minimum(b, np.uint32(bits - 1)).astype(a.dtype)
     return shifted if a.dtype.kind == "i" else np.where(b < bits, shifted, a.dtype.type(0))
 
 
@@ -50,62 +52,68 @@ def funnel_shift(a: U32, b: U32, c: U32, left: bool, wrap: bool) -> U32:
     """shf.{l,r}.{clamp,wrap}.b32: the upper ("l") or lower half of the 64 bits b:a shifted by c."""
     both = (b.astype(np.uint64) << np.uint64(32)) | a
     amount = (c & np.uint32(31) if wrap else np.minimum(c, np.uint32(32))).astype(np.uint64)
-    shifted = (both << amount) >> np.uint64(32) if left else both >> amount
+    shifted: U64 = (both << amount) >> np.uint64(32) if left else both >> amount
     return shifted.astype(np.uint32)
 
 
 def mul_wide(a: Ints, b: Ints) -> Ints:
     """mul.wide: the full product, twice as wide."""
     wide = _WIDER[a.dtype]
-    return a.astype(wide) * b.astype(wide)
+    product: Ints = a.astype(wide) * b.astype(wide)
+    return product
 
 
 def mul_hi(a: Ints, b: Ints) -> Ints:
     """mul.hi: the upper half of the full product."""
     if a.dtype.itemsize < 8:
-        return (mul_wide(a, b) >> _WIDER[a.dtype](_bits(a))).astype(a.dtype)
+        upper: Ints = (mul_wide(a, b) >> _WIDER[a.dtype](_bits(a))).astype(a.dtype)
+        return upper
     x, y, low = a.view(np.uint64), b.view(np.uint64), np.uint64(0xFFFFFFFF)
     half = np.uint64(32)
     x0, x1, y0, y1 = x & low, x >> half, y & low, y >> half
     middle = x1 * y0 + ((x0 * y0) >> half)
     carry = x0 * y1 + (middle & low)
-    high = x1 * y1 + (middle >> half) + (carry >> half)
+    high: U64 = x1 * y1 + (middle >> half) + (carry >> half)
     if a.dtype.kind == "i":  # the unsigned product counts negative operands 2^64 too high
         high = high - np.where(a < 0, y, np.uint64(0)) - np.where(b < 0, x, np.uint64(0))
-    return high.view(a.dtype)
+    result: Ints = high.view(a.dtype)
+    return result
 
 
 def mad_hi(a: Ints, b: Ints, c: Ints) -> Ints:
     """mad.hi."""
-    return mul_hi(a, b) + c
+    total: Ints = mul_hi(a, b) + c
+    return total
 
 
 def mad_wide(a: Ints, b: Ints, c: Ints) -> Ints:
     """mad.wide: c is as wide as the product."""
-    return mul_wide(a, b) + c
+    total: Ints = mul_wide(a, b) + c
+    return total
 
 
 def mul24(a: Ints, b: Ints, hi: bool = False) -> Ints:
     """mul24.{lo,hi}: bits 0–31 or 16–47 of the 48-bit product of the lower 24 bits."""
     wide = _WIDER[a.dtype]
     x, y = ((v.astype(wide) << wide(40)) >> wide(40) for v in (a, b))
-    product = x * y
+    product: Ints = x * y
     return (product >> wide(16) if hi else product).astype(a.dtype)
 
 
 def add_sat_s32(a: NDArray[np.int32], b: NDArray[np.int32]) -> NDArray[np.int32]:
     """add.sat.s32."""
-    return np.clip(a.astype(np.int64) + b, -(2**31), 2**31 - 1).astype(np.int32)
+    return int_to_int(a.astype(np.int64) + b, np.int32, sat=True)
 
 
 def sub_sat_s32(a: NDArray[np.int32], b: NDArray[np.int32]) -> NDArray[np.int32]:
     """sub.sat.s32."""
-    return np.clip(a.astype(np.int64) - b, -(2**31), 2**31 - 1).astype(np.int32)
+    return int_to_int(a.astype(np.int64) - b, np.int32, sat=True)
 
 
 def sad(a: Ints, b: Ints, c: Ints) -> Ints:
     """sad: c + |a − b|."""
-    return c + np.where(a < b, b - a, a - b)
+    total: Ints = c + np.where(a < b, b - a, a - b)
+    return total
 
 
 def div_int(a: Ints, b: Ints) -> Ints:
@@ -127,24 +135,50 @@ def rem_int(a: Ints, b: Ints) -> Ints:
     return np.where(zero, a, a - div_int(a, b) * b)
 
 
-def bfe(a: Ints, start: U32, length: U32) -> Ints:
-    """bfe.{u32,s32,u64,s64}: bits from `start` on, `length` of them (the low bytes of both), extended."""
+def bfe(a: Ints, start: U32 | int, length: U32 | int) -> Ints:
+    """bfe.{u32,s32,u64,s64}: bits from `start` on, `length` of them (the low bytes of both), extended.
+
+    Plain ints, where both are the same in all lanes, are faster; the same holds for `bfi`.
+    """
     bits = _bits(a)
-    start, length = start & np.uint32(0xFF), length & np.uint32(0xFF)
-    field = shift_right(a, start)
-    # Cut to `length` bits; a field that reaches beyond the register is complete already, extended by the shift.
-    cut = np.where(length < bits, bits - length.astype(np.int64), 0)
-    cut = np.where(start.astype(np.int64) + length >= bits, 0, cut).astype(np.uint32)
-    field = shift_right(shift_left(field, cut), cut)
-    return np.where(length == 0, a.dtype.type(0), field)
+    if isinstance(start, int) and isinstance(length, int):
+        low, count = min(start & 0xFF, bits), length & 0xFF
+        if count == 0 or (low == bits and a.dtype.kind == "u"):
+            return np.zeros_like(a)
+        low = min(low, bits - 1)
+        cut = max(bits - low - count, 0)  # a field that reaches beyond the register is extended by the shift alone
+        field: Ints = (a << a.dtype.type(cut)) >> a.dtype.type(cut + low)
+        return field
+    first, count_of = _low_bytes(a, start, length)
+    field = shift_right(a, first)
+    cut_by = np.where(count_of < bits, bits - count_of.astype(np.int64), 0)
+    cut_by = np.where(first.astype(np.int64) + count_of >= bits, 0, cut_by).astype(np.uint32)
+    field = shift_right(shift_left(field, cut_by), cut_by)
+    return np.where(count_of == 0, a.dtype.type(0), field)
 
 
-def bfi(a: Ints, b: Ints, start: U32, length: U32) -> Ints:
+def _low_bytes(a: Ints, start: U32 | int, length: U32 | int) -> tuple[U32, U32]:
+    start, length = (np.broadcast_to(np.asarray(x, np.uint32), a.shape) for x in (start, length))
+    return start & np.uint32(0xFF), length & np.uint32(0xFF)
+
+
+def bfi(a: Ints, b: Ints, start: U32 | int, length: U32 | int) -> Ints:
     """bfi.{b32,b64}: b with `length` bits from `start` on replaced by the low bits of a."""
-    start, length = start & np.uint32(0xFF), length & np.uint32(0xFF)
+    bits = _bits(a)
+    if isinstance(start, int) and isinstance(length, int):
+        low, count = start & 0xFF, length & 0xFF
+        if low >= bits:
+            return b
+        mask_value = ((1 << count) - 1) << low & ((1 << bits) - 1)
+        replaced: Ints = (b & a.dtype.type(((1 << bits) - 1) ^ mask_value)) | (
+            (a << a.dtype.type(low)) & a.dtype.type(mask_value)
+        )
+        return replaced
+    first, count_of = _low_bytes(a, start, length)
     ones = np.full_like(a, ~a.dtype.type(0))
-    mask = shift_left(~shift_left(ones, length), start)
-    return (b & ~mask) | (shift_left(a, start) & mask)
+    mask = shift_left(~shift_left(ones, count_of), first)
+    merged: Ints = (b & ~mask) | (shift_left(a, first) & mask)
+    return merged
 
 
 @lru_cache(maxsize=256)
@@ -206,7 +240,8 @@ _PRMT_MODES = {
     "ecr": (0x0000, 0x1110, 0x2210, 0x3210),
     "rc16": (0x1010, 0x3232, 0x1010, 0x3232),
 }
-_NIBBLES = np.array([0, 4, 8, 12], np.uint32)
+_NIBBLES = np.array([0, 4, 8, 12])
+_SEVEN, _SIGN_BITS = np.array(7), np.array(0x8888, np.uint32)
 
 
 @lru_cache(maxsize=1024)
@@ -215,6 +250,11 @@ def _picks(selector: int) -> tuple[NDArray[np.intp], NDArray[np.bool_] | None]:
     nibbles = np.array([selector >> shift & 15 for shift in (0, 4, 8, 12)])
     replicate = nibbles >= 8
     return nibbles & 7, replicate if replicate.any() else None
+
+
+@lru_cache(maxsize=16)
+def _rows_of_eight(count: int) -> I64:
+    return (8 * np.arange(count))[:, None]
 
 
 def prmt(a: U32, b: U32, selector: U32 | int, mode: str = "") -> U32:
@@ -238,9 +278,10 @@ def prmt(a: U32, b: U32, selector: U32 | int, mode: str = "") -> U32:
         if replicate is not None:
             out = np.where(replicate, np.where(out & 128, np.uint8(255), np.uint8(0)), out)
     else:
-        nibbles = (selector[:, None] >> _NIBBLES) & np.uint32(15)
-        out = np.take_along_axis(source, (nibbles & np.uint32(7)).astype(np.intp), 1)
-        out = np.where(nibbles & np.uint32(8), np.where(out & 128, np.uint8(255), np.uint8(0)), out)
+        nibbles = selector.astype(np.intp)[:, None] >> _NIBBLES
+        out = source.reshape(-1).take((nibbles & _SEVEN) + _rows_of_eight(a.size))
+        if np.count_nonzero(selector & _SIGN_BITS):
+            out = np.where(nibbles & 8, np.where(out & 128, np.uint8(255), np.uint8(0)), out)
     return out.view(np.uint32).reshape(-1)
 
 
@@ -251,14 +292,16 @@ def _quarters(a: U32, signed: bool) -> NDArray[np.int32]:
 def dp4a(a: U32, b: U32, c: U32, a_signed: bool, b_signed: bool) -> U32:
     """dp4a: c + the dot product of four bytes of each; wraps."""
     product = _quarters(a, a_signed) * _quarters(b, b_signed)
-    return np.add.reduce(product, axis=1, dtype=np.int32).view(np.uint32) + c
+    total: U32 = product.sum(1, np.int32).view(np.uint32) + c
+    return total
 
 
 def dp2a(a: U32, b: U32, c: U32, a_signed: bool, b_signed: bool, hi: bool) -> U32:
     """dp2a.{lo,hi}: c + the dot product of a's two halves with the lower or upper two bytes of b; wraps."""
     words = np.ascontiguousarray(a).view(np.int16 if a_signed else np.uint16).reshape(-1, 2).astype(np.int64)
     quarters = _quarters(b, b_signed)[:, 2:] if hi else _quarters(b, b_signed)[:, :2]
-    return (words * quarters).sum(1).astype(np.uint32) + c
+    total: U32 = (words * quarters).sum(1).astype(np.uint32) + c
+    return total
 
 
 def redux(op: str, x: Ints, mask: Bools | None = None, magnitude: bool = False, nan: bool = False) -> Ints:
@@ -269,7 +312,7 @@ def redux(op: str, x: Ints, mask: Bools | None = None, magnitude: bool = False, 
     live = x if mask is None else x[mask]
     if x.dtype == np.float32:
         return np.full(x.size, _redux_f32(op, np.abs(live) if magnitude else live, nan), np.float32)
-    functions = {"add": np.add, "min": np.minimum, "max": np.maximum}
+    functions: dict[str, Any] = {"add": np.add, "min": np.minimum, "max": np.maximum}
     functions |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
     return np.full(x.size, functions[op].reduce(live), x.dtype)
 

@@ -69,6 +69,17 @@ def test_refused_patterns(layout, start, sbo, text):
     assert str(descriptor) in str(error.value)
 
 
+def test_patterns_may_start_anywhere_unless_strict():
+    """NVIDIA's tutorial GEMMs do so; the swizzle acts on absolute addresses. Rows must still not be left."""
+    descriptor = SharedDescriptor.parse(1 << 46 | 2 << 61 | 1152 >> 4 << 32 | 0x480 >> 4)
+    addresses = descriptor.k_major(16, 32, strict=False).addresses
+    row, byte = np.arange(16)[:, None], np.arange(32)[None, :]
+    line = row % 8 * 128 + row // 8 * 1152 + 0x480  # the pattern's phase is the 128-byte line's own number
+    assert (addresses == line + ((byte // 16 ^ line // 128 % 8) * 16 + byte % 16)).all()
+    with pytest.raises(DescriptorError, match="do not fit"):
+        SharedDescriptor.parse(GOOD | 0x470 >> 4).k_major(128, 32, strict=False)
+
+
 def test_refused_leading_offset():
     descriptor = SharedDescriptor.parse(GOOD | 0x410 >> 4 << 16)
     descriptor.mn_major(64, 16, 2)  # one atom: the leading offset is not used

@@ -100,6 +100,8 @@ def test_bit_fields(dtype):
         insert = integers.bfi(
             a.view(unsigned), b.view(unsigned), np.full(a.shape, start, np.uint32), np.full(a.shape, length, np.uint32)
         )
+        assert integers.bfe(a, start, length).tolist() == got
+        assert (integers.bfi(a.view(unsigned), b.view(unsigned), start, length) == insert).all()
         for v, w, g, f in zip(a.tolist(), b.tolist(), got, insert.tolist(), strict=True):
             sign = 0 if not signed or size == 0 else v >> min(pos + size - 1, bits - 1) & 1  # the ISA's loop
             field = sum((v >> (pos + i) & 1 if i < size and pos + i < bits else sign) << i for i in range(bits))
