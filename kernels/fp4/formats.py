@@ -103,9 +103,16 @@ def direct_exponent(amax: Tensor) -> Tensor:
     return torch.where(amax.isnan(), torch.nan, torch.where(amax.isinf(), torch.inf, e))
 
 
+def divide(x: Tensor, number: float) -> Tensor:
+    """x / number as IEEE 754 divides. A CUDA tensor over a Python number is multiplied by the rounded reciprocal instead,
+    and the ties that BF16 inputs are full of then fall to the other side.
+    """
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)
+
+
 def e4m3_exponent(amax: Tensor) -> Tensor:
     """The smallest exponent e (float32) with amax ≤ 448 · 2^e, for amax ≥ 0; -inf for 0, inf for inf, NaN for NaN."""
-    mantissa, exponent = torch.frexp(amax / E4M3_MAX)
+    mantissa, exponent = torch.frexp(divide(amax, E4M3_MAX))
     e = exponent.float() - (mantissa == 0.5).float()
     e = torch.where(amax == 0, -torch.inf, torch.where(amax.isinf(), torch.inf, e))
     return torch.where(amax.isnan(), torch.nan, e)
@@ -196,7 +203,7 @@ def quantize_nvfp4(x: Tensor, dim: int = -1, *, fold: bool = False, global_scale
         shared = _fold_scales(blocks.unflatten(-2, (2, 4)), amax.unflatten(-1, (2, 4)).amax(-2))
         scale_bytes, scale = shared, decode_e4m3(torch.cat((shared, shared), -1))
     else:
-        scale_bytes = encode_e4m3(amax / E2M1_MAX)
+        scale_bytes = encode_e4m3(divide(amax, E2M1_MAX))
         scale = decode_e4m3(scale_bytes)
     codes = encode_e2m1(_divide(blocks, scale.unsqueeze(-1)))
     return Quantized(
@@ -221,7 +228,7 @@ def _fold_scales(pairs: Tensor, amax: Tensor) -> Tensor:
             e = e[:width] + e[width:]
         return e[0]
 
-    base = amax / E2M1_MAX
+    base = divide(amax, E2M1_MAX)
     best = round_e4m3(base)
     least = error(best)
     for candidate in FOLD_CANDIDATES:

@@ -306,7 +306,7 @@ def _scaled(t: Tensor, numerics: Numerics, rescale: Tensor | None = None) -> Wei
     codes = scales = None
     if numerics.p == "nvfp4":
         blocks = pad(s, (0, -keys % 16), value=-torch.inf).unflatten(-1, (-1, 16))
-        scales = formats.encode_e4m3(torch.exp2(blocks.amax(-1)) / formats.E2M1_MAX)
+        scales = formats.encode_e4m3(formats.divide(torch.exp2(blocks.amax(-1)), formats.E2M1_MAX))
         scale = formats.decode_e4m3(scales).unsqueeze(-1)
         x = torch.where(scale == 0, -torch.inf, blocks - scale.log2())
         codes = formats.round_e2m1(classify(x, numerics.classifier).clamp(min=0))
