@@ -104,8 +104,10 @@ def direct_exponent(amax: Tensor) -> Tensor:
 
 
 def divide(x: Tensor, number: float) -> Tensor:
-    """x / number as IEEE 754 divides. A CUDA tensor over a Python number is multiplied by the rounded reciprocal instead,
-    and the ties that BF16 inputs are full of then fall to the other side.
+    """x / number as IEEE 754 divides.
+
+    PyTorch multiplies a CUDA tensor by the rounded reciprocal of a Python number instead, and the ties that BF16 inputs
+    are full of then fall to the other side.
     """
     return x / torch.full((), number, dtype=x.dtype, device=x.device)
 
