@@ -102,7 +102,8 @@ class CTA(Scheduler, Barriers, Engines):
 
     def run(self) -> None:
         """Run to the end. Raises what `findings` lists."""
-        self._go()
+        with np.errstate(all="ignore"):
+            self._go()
         if self.tensor.allocations:
             left = self.tensor.allocations[0]
             raise ProtocolError(

@@ -57,6 +57,9 @@ class Program(Protocol):
     def line(self, index: int, /) -> int: ...
 
 
+CLOCKS = frozenset(("%clock", "%clock64", "%clock_hi", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi"))
+
+
 class Specials(dict[str, NDArray[np.unsignedinteger[Any]]]):
     """Special registers by name; clocks only ever move on."""
 
@@ -65,7 +68,7 @@ class Specials(dict[str, NDArray[np.unsignedinteger[Any]]]):
         self.ticks = 0
 
     def __missing__(self, name: str) -> NDArray[np.unsignedinteger[Any]]:
-        if name not in ("%clock", "%clock64", "%clock_hi", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi"):
+        if name not in CLOCKS:
             raise KeyError(name)
         self.ticks += 64
         value = self.ticks >> 32 if name.endswith("_hi") else self.ticks
@@ -104,7 +107,7 @@ class Warp:
 
     def state(self) -> str:
         """For the deadlock report."""
-        if not self.groups:
+        if not self.groups and self.wait is None:
             return f"warp {self.index}: has ended (line {self.at})"
         lanes = ", ".join(f"block ending at line {self.cta.code.line(pc)}" for pc in sorted(self.groups))
         return f"warp {self.index}: line {self.at}, {self.wait or 'can go on'}" + f" ({lanes})" * (len(self.groups) > 1)
@@ -129,6 +132,9 @@ def _specials(
         same |= {f"%cluster_ctaid.{axis}": 0, f"%cluster_nctaid.{axis}": 1}
         same |= {f"%clusterid.{axis}": block[i], f"%nclusterid.{axis}": grid[i]}
     yield from ((name, np.full(32, value, np.uint32)) for name, value in same.items())
+
+
+SPECIAL = CLOCKS | {name for name, _ in _specials(0, (32, 1, 1), (0, 0, 0), (1, 1, 1))}  # all that are modelled
 
 
 class Work:
@@ -173,7 +179,7 @@ class Scheduler:
             self.turns += 1
             if self.limit is not None and self.turns > self.limit:
                 raise self._stuck(f"no end after {self.limit} turns")
-            alive = [w for w in self.warps if w.groups]
+            alive = [w for w in self.warps if w.groups or w.wait is not None]
             ready = [w for w in alive if w.wait is None or w.wait.ready()]
             if self.random is None:
                 if not alive:
@@ -259,4 +265,4 @@ class Scheduler:
         lines = [what, *(f"  {w.state()}" for w in self.warps)]
         lines += [f"  under way: {work}" for queue in (self.pipe, self.loads, self.stores) for work in queue]
         lines += [f"  under way: {a.what} of warp {a.warp}, line {a.line}" for w in self.warps for a, _ in w.stores]
-        return DeadlockError("\n".join(lines), line=next((w.at for w in self.warps if w.groups), None))
+        return DeadlockError("\n".join(lines), line=next((w.at for w in self.warps if w.wait is not None), None))

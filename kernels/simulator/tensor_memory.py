@@ -92,10 +92,13 @@ class TensorMemory:
         """Every column low..high-1 must be allocated."""
         if low < 0 or high > COLUMNS or not self.owned[low:high].all():
             wrong = next((c for c in range(max(low, 0), min(high, COLUMNS)) if not self.owned[c]), high - 1)
-            why = f"deallocated at line {self.freed[wrong]}" if wrong in self.freed else "not allocated"
-            raise BoundsError(
-                f"{what} of tensor memory columns {low}-{high - 1}: column {wrong} is {why}", line=line, warp=warp
-            )
+            self._refuse(low, high, wrong, what, line, warp)
+
+    def _refuse(self, low: int, high: int, wrong: int, what: str, line: int, warp: int) -> None:
+        why = f"deallocated at line {self.freed[wrong]}" if wrong in self.freed else "not allocated"
+        raise BoundsError(
+            f"{what} of tensor memory columns {low}-{high - 1}: column {wrong} is {why}", line=line, warp=warp
+        )
 
     # ---- accesses of the acting operation ----
     def take(self, lanes: NDArray[Any] | slice, columns: NDArray[Any] | slice) -> NDArray[np.uint32]:
@@ -145,7 +148,8 @@ class TensorMemory:
             raise BoundsError(f"{acting.what}: tensor memory has {LANES} lanes", line=acting.line, warp=acting.warp)
         low, high = int(columns.min()), int(columns.max()) + 1
         if low < 0 or high > COLUMNS or not self.owned[columns].all():
-            self.allocated(low, high, acting.what, acting.line, acting.warp)
+            wrong = [int(c) for c in columns.flat if not 0 <= c < COLUMNS or not self.owned[c]]
+            self._refuse(low, high, wrong[0], acting.what, acting.line, acting.warp)
         mark = np.zeros(4 * COLUMNS, bool)
         mark[(lanes >> 5) * COLUMNS + columns] = True
         return (lanes, columns), np.flatnonzero(mark)
