@@ -8,38 +8,37 @@
         print(verdict)
 
 A mutant counts as caught if under any seed it ends in a finding, or in other bytes of a tensor than the original's.
-Misses get a reason, which is checked on runs of the original, and for pairs on runs without both:
+Misses get a reason, which is checked on runs of the original (`observe`), and for pairs on runs without both. An
+"access" is one of shared or tensor memory.
 
 never executed       the kernel did not come by there
-fresh barrier        a wait that only ever met a barrier in its first phase, for the parity of the one before
+granted              "pipe" ordering grants what it is for: tcgen05.wait::ld before a use, and tcgen05.fence
 nobody waits         an arrival or commit of phases that no warp ever waits for
-nothing new          a wait or fence that, under every seed, told no warp of any access it did not already know of
-granted              the ordering grants what it is for ("pipe": tcgen05.wait::ld for registers, and tcgen05.fence)
-at the end           it told warps something, and those made no access and no arrival any more
-doubled              without `partner` it makes a difference: dropping both is caught, and otherwise than dropping
-                     `partner` alone
+fresh barrier        a wait that only ever met a barrier in its first phase, for the parity of the one before
+nothing new          under every seed, it told no warp of any access that the warp did not already know of
+never touched again  nobody accessed any more what the accesses that it told of had accessed
+ordered otherwise    with what it tells held back, in runs that are otherwise those of the original, each later access
+                     of the same places still knows of the earlier one
+doubled              the same, and dropping it together with `partner`, which is missed alone too, is caught
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from wanfp4.simulator.barriers import Mbarrier
 from wanfp4.simulator.device import Device
 from wanfp4.simulator.findings import SimulationError
-from wanfp4.simulator.judge import FENCED, Clock, Judge, Shadow
 from wanfp4.simulator.lines import SourceMap
 from wanfp4.simulator.machine import CTA
 from wanfp4.simulator.memory import Bytes, GlobalMemory
+from wanfp4.simulator.observe import Notes, Observed
 from wanfp4.simulator.ptx import Instruction
 from wanfp4.simulator.report import LaunchReport
-from wanfp4.simulator.scheduler import Warp
 from wanfp4.simulator.translate import Code
 
 KINDS = (
@@ -61,6 +60,7 @@ KINDS = (
     "barrier.cta.sync",
     "barrier.cta.arrive",
 )
+AnyCTA = TypeVar("AnyCTA", bound=CTA)
 ARRIVALS = ("mbarrier.arrive.expect_tx", "mbarrier.arrive", "tcgen05.commit")
 NOTHING = "griddepcontrol.launch_dependents"  # a hint
 
@@ -145,18 +145,6 @@ class Verdict:
         return f"missed, {self.reason or 'UNEXPLAINED'}{partner}: {self.site}"
 
 
-class Notes:
-    """What the synchronisations of the original did, under all seeds, by PTX line."""
-
-    def __init__(self) -> None:
-        # Line -> (run, warp) that it told of an access, and how much that warp had done when it was last told.
-        self.told: defaultdict[int, dict[tuple[object, int], int]] = defaultdict(dict)
-        self.done: dict[tuple[object, int], int] = {}  # accesses and arrivals of each warp in all
-        self.later: set[int] = set()  # waits that met a barrier whose first phase was complete
-        self.waited: dict[tuple[object, int], int] = {}  # (run, mbarrier) -> how many phases warps have waited for
-        self.arrived: defaultdict[int, set[tuple[object, int, int]]] = defaultdict(set)  # line -> run, mbarrier, phase
-
-
 class Experiment:
     """Mutants of one launch.
 
@@ -183,7 +171,9 @@ class Experiment:
         self.after: list[Bytes] = []
         turns = 0
         for number, seed in enumerate(self.seeds):
-            after, ctas = self._original(number, seed)
+            after, ctas = self._original(number, seed, self.notes)
+            for warp in (warp for cta in ctas for warp in cta.warps):
+                self.executed = [n + m for n, m in zip(self.executed, warp.hits, strict=True)]
             if self.after and any((a != b).any() for a, b in zip(after, self.after, strict=True)):
                 raise SimulationError(f"the original's results under seed {seed} are not those under {self.seeds[0]}")
             self.after = after
@@ -203,10 +193,10 @@ class Experiment:
                     yield Site(index, position, kind or "", ins, source or None)
 
     def run(self, sites: Iterable[Site] | None = None, *, pairs: bool = True) -> list[Verdict]:
-        """A verdict for each site (None: all). With `pairs`, misses without a reason are tried in pairs."""
+        """A verdict for each site (None: all). `pairs`: also try what is ordered otherwise, or has no reason, in pairs."""
         verdicts = [self.verdict(site) for site in (self.sites() if sites is None else sites)]
         if pairs:
-            verdicts = [v if v.explained else replace(v, **self._doubled(v.site, verdicts)) for v in verdicts]
+            verdicts = [v if v.caught else self._paired(v, verdicts) for v in verdicts]
         return verdicts
 
     def verdict(self, site: Site) -> Verdict:
@@ -216,10 +206,13 @@ class Experiment:
         finding, seed = self.without(site)
         if finding is not None:
             return Verdict(site, finding, seed)
-        return Verdict(site, reason=self._reason(site))
+        reason = self._reason(site)
+        if reason is None and site.kind not in ARRIVALS and self._ordered_otherwise(site):
+            reason = "ordered otherwise"
+        return Verdict(site, reason=reason)
 
-    def without(self, *sites: Site, seeds: Sequence[int | None] | None = None) -> tuple[str | None, int | None]:
-        """What is found without all of these, and under which of the seeds (None: the experiment's)."""
+    def without(self, *sites: Site) -> tuple[str | None, int | None]:
+        """What is found without all of these, and under which seed; (None, None) for nothing."""
         undo: list[Callable[[], None]] = []
         blocks = self.code.kernel.blocks
         for index in sorted({site.block for site in sites}):
@@ -228,7 +221,7 @@ class Experiment:
                 block[site.position] = _dropped(site)
             undo.append(self.code.replace(index, block))
         try:
-            for seed in self.seeds if seeds is None else seeds:
+            for seed in self.seeds:
                 finding = self._mutant(seed)
                 if finding is not None:
                     return finding, seed
@@ -238,7 +231,7 @@ class Experiment:
         return None, None
 
     # ---- runs ----
-    def _ctas(self, seed: int | None, limit: int | None, make: Callable[..., CTA]) -> Iterator[CTA]:
+    def _ctas(self, seed: int | None, limit: int | None, make: Callable[..., AnyCTA]) -> Iterator[AnyCTA]:
         launch = self.launch
         for z, y, x in itertools.product(*(range(n) for n in reversed(launch.grid))):
             cta = make(
@@ -257,26 +250,23 @@ class Experiment:
                 cta.run()
             yield cta
 
-    def _original(self, number: int, seed: int | None) -> tuple[list[Bytes], list[CTA]]:
+    def _original(
+        self, number: int, seed: int | None, notes: Notes, mute: int | None = None
+    ) -> tuple[list[Bytes], list[Observed]]:
+        keys = itertools.count()
+
+        def make(*rest: Any, **more: Any) -> Observed:
+            return Observed(*rest, notes=notes, key=(number, next(keys)), mute=mute, **more)
+
         self._restore()
         try:
-            keys = itertools.count()
-            ctas = list(
-                self._ctas(
-                    seed,
-                    self.limit,
-                    lambda *rest, **more: Observed(*rest, notes=self.notes, run=(number, next(keys)), **more),
-                )
-            )
+            ctas = list(self._ctas(seed, self.limit, make))
             after = [region.data.copy() for region in self.launch.memory.regions]
         except SimulationError as error:
             self.code.locate(error)
             raise
         finally:
             self._restore()
-        for cta in ctas:
-            for warp in cta.warps:
-                self.executed = [n + m for n, m in zip(self.executed, warp.hits, strict=True)]
         return after, ctas
 
     def _mutant(self, seed: int | None) -> str | None:
@@ -307,19 +297,29 @@ class Experiment:
             return None if waited else "nobody waits"
         if site.kind == "mbarrier.try_wait" and line not in notes.later:
             return "fresh barrier"
-        told = notes.told[line]
-        if not told:
+        if line not in notes.told:
             return "nothing new"
-        return "at the end" if all(notes.done[who] == done for who, done in told.items()) else None
+        return None if line in notes.again else "never touched again"
 
-    def _doubled(self, site: Site, verdicts: list[Verdict]) -> dict[str, Any]:
+    def _ordered_otherwise(self, site: Site) -> bool:
+        notes = Notes()
+        try:
+            for number, seed in enumerate(self.seeds):
+                self._original(number, seed, notes, mute=site.line)
+        except SimulationError:
+            return False
+        return not notes.unordered
+
+    def _paired(self, verdict: Verdict, verdicts: list[Verdict]) -> Verdict:
         """Nearest first: what doubles a synchronisation is mostly near it."""
-        for other in sorted(verdicts, key=lambda v: abs(v.site.line - site.line)):
-            if other.site != site and self.executed[other.site.block]:
-                finding, _ = self.without(site, other.site, seeds=(other.seed,) if other.caught else None)
-                if finding != other.finding:
-                    return {"reason": "doubled", "partner": other.site}
-        return {}
+        doubtful = (None, "ordered otherwise", "nothing new")
+        if verdict.reason not in doubtful[:2]:
+            return verdict
+        others = [v.site for v in verdicts if not v.caught and v.site != verdict.site and v.reason in doubtful]
+        for other in sorted(others, key=lambda site: abs(site.line - verdict.site.line)):
+            if self.without(verdict.site, other)[0] is not None:
+                return replace(verdict, reason="doubled", partner=other)
+        return verdict
 
 
 def _dropped(site: Site) -> Instruction:
@@ -328,123 +328,3 @@ def _dropped(site: Site) -> Instruction:
     if site.kind == "mbarrier.try_wait":
         return Instruction(old.guard, old.negated, "mov.pred", (old.operands[0], "1"), old.line)
     return Instruction(None, False, NOTHING, (), old.line)
-
-
-class Accesses:
-    """When each agent accessed shared or tensor memory, and when warps wrote shared memory through the generic proxy."""
-
-    def __init__(self) -> None:
-        self.any: defaultdict[int, set[int]] = defaultdict(set)
-        self.generic: defaultdict[int, set[int]] = defaultdict(set)
-        self.done: Counter[int] = Counter()  # per warp, with arrivals
-
-
-class WatchedShadow(Shadow):
-    """A shadow that also keeps the times of accesses."""
-
-    def __init__(self, judge: Judge, old: Shadow, accesses: Accesses) -> None:
-        super().__init__(judge, len(old.writer), old.tensor)
-        self.accesses = accesses
-
-    def read(self, agent: int, time: int, *rest: Any, **more: Any) -> None:
-        super().read(agent, time, *rest, **more)
-        self.accesses.any[agent].add(time)
-        self.accesses.done[rest[3]] += 1
-
-    def write(self, agent: int, time: int, *rest: Any, **more: Any) -> None:
-        super().write(agent, time, *rest, **more)
-        self.accesses.any[agent].add(time)
-        self.accesses.done[rest[3]] += 1
-        if agent < self.judge.warps:
-            self.accesses.generic[agent].add(time)
-
-
-class Observed(CTA):
-    """A CTA that notes what its synchronisations tell its warps."""
-
-    def __init__(self, *rest: Any, notes: Notes, run: object, **more: Any) -> None:
-        super().__init__(*rest, **more)
-        assert self.judge is not None
-        self.notes, self.run_key, self.clocks = notes, run, self.judge.clock
-        self.accesses = Accesses()
-        self.judge.shared = WatchedShadow(self.judge, self.judge.shared, self.accesses)
-        self.judge.tensor = WatchedShadow(self.judge, self.judge.tensor, self.accesses)
-        self.first: dict[tuple[int, int], Clock] = {}  # (barrier, warp) -> the warp's clock when it came
-
-    def _note(self, line: int, warp: int, before: Clock) -> bool:
-        """Whether a warp knows of more accesses than `before`; then the line has told it."""
-        after = self.clocks[warp]
-        for row, agent in np.argwhere(after > before).tolist():
-            times = self.accesses.generic if row == FENCED else self.accesses.any
-            low, high = int(before[row, agent]), int(after[row, agent])
-            if (row != FENCED or agent < len(self.warps)) and any(low < t <= high for t in times[agent]):
-                self._told(line, warp)
-                return True
-        return False
-
-    def _told(self, line: int, warp: int) -> None:
-        self.notes.told[line][self.run_key, warp] = self.accesses.done[warp]
-
-    def run(self) -> None:
-        super().run()
-        for warp in self.warps:
-            self.notes.done[self.run_key, warp.index] = self.accesses.done[warp.index]
-
-    def _noted(self, w: Warp, call: Callable[[], None]) -> None:
-        before = self.clocks[w.index].copy()
-        call()
-        self._note(w.at, w.index, before)
-
-    def bar(self, w: Warp, index: int, threads: int | None, wait: bool) -> None:
-        self.accesses.done[w.index] += 1
-        self.first[index, w.index] = self.clocks[w.index].copy()
-        arrived = dict(self.named[index].arrived) if index in self.named else {}
-        generation = self.named[index].generation if index in self.named else 0
-        waiting = [*(self.named[index].waiting if index in self.named else ()), *([w] if wait else [])]
-        super().bar(w, index, threads, wait)
-        if self.named[index].generation != generation:
-            for one in waiting:
-                if self._note(w.at, one.index, self.first[index, one.index]):
-                    for line in {*arrived.values(), w.at}:
-                        self._told(line, one.index)
-
-    def try_wait(self, w: Warp, address: int, parity: int, loops: bool) -> bool:
-        before = self.clocks[w.index].copy()
-        passed = super().try_wait(w, address, parity, loops)
-        barrier = self.barriers[address & 0xFFFFFFFF]
-        if passed and barrier.phase:
-            self.notes.later.add(w.at)
-            key = (self.run_key, barrier.address)
-            self.notes.waited[key] = max(self.notes.waited.get(key, 0), barrier.phase)
-            self._note(w.at, w.index, before)
-        return passed
-
-    def _arrive(self, barrier: Mbarrier, clock: Clock | None, count: int, expect: int, line: int, warp: int) -> None:
-        self.accesses.done[warp] += 1
-        self.notes.arrived[line].add((self.run_key, barrier.address, barrier.phase))
-        super()._arrive(barrier, clock, count, expect, line, warp)
-
-    def wait_group(self, w: Warp, left: int, read: bool) -> None:
-        self._noted(w, lambda: super(Observed, self).wait_group(w, left, read))
-
-    def wait_st(self, w: Warp) -> None:
-        self._noted(w, lambda: super(Observed, self).wait_st(w))
-
-    def wait_ld(self, w: Warp) -> None:
-        self._noted(w, lambda: super(Observed, self).wait_ld(w))
-
-    def fence_proxy(self, w: Warp) -> None:
-        self._noted(w, lambda: super(Observed, self).fence_proxy(w))
-
-    def fence_before(self, w: Warp) -> None:
-        self._noted(w, lambda: super(Observed, self).fence_before(w))
-
-    def fence_after(self, w: Warp) -> None:
-        self._noted(w, lambda: super(Observed, self).fence_after(w))
-
-    def fence_mbarrier_init(self, w: Warp) -> None:
-        unfenced = [b for b in self.barriers.values() if b.warp == w.index and b.fenced is None]
-        super().fence_mbarrier_init(w)
-        if unfenced:
-            self._told(w.at, w.index)
-            self.accesses.any[w.index].add(self.judge.now(w.index) if self.judge is not None else 0)

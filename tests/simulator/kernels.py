@@ -48,7 +48,7 @@ def tensor_map(array: Array, box: Sequence[int], kind: int, *, bits: int, swizzl
 
 
 STAGES, ITERATIONS, N, COLUMNS = 2, 4, 32, 24  # COLUMNS: how many of the N columns exist
-V, SFV, SFP, O, BARRIERS, SLOT = 0, 2048, 3072, 4096, 12288, 12352
+V, SFV, SFP, OUT, BARRIERS, SLOT = 0, 2048, 3072, 4096, 12288, 12352
 SHARED_BYTES = 12544
 FULL, EMPTY, READY, DONE = (BARRIERS + offset for offset in (0, 16, 32, 48))
 TMEM_P, TMEM_SFA, TMEM_SFB = 32, 48, 56
@@ -212,7 +212,7 @@ setp.lt.u32 %more, %it, {ITERATIONS};
 {_wait("wait_o", "%finish", "0")}
 tcgen05.fence::after_thread_sync;
 setp.ne.u32 %follows, %warp, 0;
-add.s32 %obase, %s, {O};
+add.s32 %obase, %s, {OUT};
 shl.b32 %a, %t, 6;
 add.s32 %obuf, %obase, %a;
 {_store_chunk(0)}
@@ -303,7 +303,7 @@ ret;
 
 @dataclass
 class Case:
-    """A kernel's text, its arrays by name, its parameter block and dynamic shared memory, and what it should compute."""
+    """A kernel: text, arrays by name, parameter block, dynamic shared memory, and what it should compute."""
 
     name: str
     text: str
