@@ -1,4 +1,4 @@
-"""Shared by all tests: `tiny` and `naive` are importable, and torch keeps to one thread."""
+"""Shared by all tests: helper modules are importable by their names, and torch keeps to one thread."""
 
 import importlib.util
 import sys
@@ -15,7 +15,9 @@ hypothesis.settings.load_profile("wanfp4")
 torch.set_num_threads(1)
 
 # Neither the root nor tests/ may go on sys.path: their kernels/ folders would be found as Hugging Face's `kernels`.
-for _name, _path in (("tiny", "tiny.py"), ("naive", "kernels/naive.py")):
+_HELPERS = ("tiny.py", "kernels/naive.py", "simulator/programs.py", "simulator/cases.py", "simulator/lanes.py")
+for _path in _HELPERS:
+    _name = Path(_path).stem
     _spec = importlib.util.spec_from_file_location(_name, Path(__file__).parent / _path)
     assert _spec is not None
     assert _spec.loader is not None

@@ -52,11 +52,24 @@ def elect(mask: Mask) -> Array:
     return out
 
 
-def active(members: int, mask: Mask) -> None:
-    """For `.sync` with a member mask: all members must be here. Raises ProtocolError."""
-    here = 0xFFFFFFFF if mask is None else int(np.packbits(mask, bitorder="little").view(np.uint32)[0])
-    if members & ~here:
+def active(w: Any, members: int, mask: Mask, block: Mask) -> None:
+    """For `.sync` with a member mask; `block` are the lanes that are in the block, `mask` those that run it.
+
+    PTX ISA, vote.sync: all lanes named that have not exited execute it together, and a lane that is not named must not.
+    Raises ProtocolError.
+    """
+    if mask is None and members == 0xFFFFFFFF:
+        return
+    here = _bits(mask)
+    alive = 0xFFFFFFFF if block is None else _bits(np.logical_or.reduce([block, *w.groups.values()]))
+    if members & alive & ~here:
         raise ProtocolError(f"member mask {members:#010x} names lanes that are not active ({here:#010x} are)")
+    if here & ~members:
+        raise ProtocolError(f"lanes {here & ~members:#010x} are active, and member mask {members:#010x} lacks them")
+
+
+def _bits(mask: Mask) -> int:
+    return 0xFFFFFFFF if mask is None else int(np.packbits(mask, bitorder="little").view(np.uint32)[0])
 
 
 def joined(arrays: Sequence[Array]) -> Array:

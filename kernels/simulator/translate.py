@@ -7,6 +7,7 @@ that are never written in place, so constants and views may be shared. With `tra
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from wanfp4.simulator import arithmetic, conversions, grammar, integers, memory, runtime
 from wanfp4.simulator.findings import SimulationError, UnknownInstruction
 from wanfp4.simulator.ptx import SIZES, Instruction, Kernel, Operand
-from wanfp4.simulator.scheduler import FINISHED
+from wanfp4.simulator.scheduler import FINISHED, SPECIAL
 
 DTYPES: dict[str, Any] = {
     "pred": np.bool_,
@@ -41,6 +42,12 @@ DTYPES: dict[str, Any] = {
     "f64": np.float64,
     "f32x2": np.uint64,
 }
+# Constants that are written as their bits (PTX ISA, Floating-Point Constants), and what they may be an operand for.
+_FLOATS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
+    "0f": (np.uint32, np.float32, ("f32", "b32", "u32")),
+    "0d": (np.uint64, np.float64, ("f64", "b64", "u64")),
+}
+_FLOATS |= {name.upper(): what for name, what in _FLOATS.items()}
 NAMES = {kind: {"bool": "BOOL"}.get(np.dtype(d).name, np.dtype(d).name.upper()) for kind, d in DTYPES.items()}
 
 
@@ -90,10 +97,11 @@ class Code:
 
     def registers(self) -> tuple[list[npt.NDArray[Any]], list[Any]]:
         """Values and poison of a new warp's registers: nothing is defined."""
-        kinds = [DTYPES[self.kernel.registers[name]] for name in self.names]
-        values = {kind: np.frombuffer(b"\xff" * (32 * np.dtype(kind).itemsize), kind) for kind in set(kinds)}
-        values[np.bool_] = np.ones(32, np.bool_)
-        poison = {kind: np.full(32, (1 << np.dtype(kind).itemsize) - 1, np.uint8) for kind in set(kinds)}
+        types = (self.kernel.registers[name] for name in self.names)
+        kinds = ["pred" if kind == "pred" else f"b{8 * SIZES[kind]}" for kind in types]
+        values = {kind: np.frombuffer(b"\xff" * (32 * SIZES[kind]), DTYPES[kind]) for kind in set(kinds) - {"pred"}}
+        values["pred"] = np.ones(32, np.bool_)
+        poison = {kind: np.full(32, (1 << SIZES[kind]) - 1, np.uint8) for kind in set(kinds)}
         return [values[kind] for kind in kinds], [poison[kind] for kind in kinds]
 
     def line(self, index: int) -> int:
@@ -212,6 +220,8 @@ class Block:
         if operand.startswith("!"):
             return f"(~{self.read(operand[1:], kind)})"
         if operand.startswith("%"):
+            if operand not in SPECIAL:
+                raise ValueError(f"{operand} is no register of the kernel, nor a special one that is modelled")
             text = f"w.special[{operand!r}]"
             return text if NAMES[kind] == "UINT32" else f"{text}.astype({NAMES[kind]})"
         return self.code.constant(self.immediate(operand, kind), DTYPES[kind])
@@ -220,18 +230,22 @@ class Block:
         """A constant, or the address of a parameter or shared symbol, as a value of `kind`."""
         if text in self.kernel.params:
             return memory.PARAM_BASE + self.kernel.params[text][0]
-        if text in self.code.shared:
-            return self.code.shared[text]
-        if text[:2] in ("0f", "0F"):
-            bits = np.array([int(text[2:], 16)], np.uint32)
-            return bits.view(np.float32)[0] if kind == "f32" else bits[0]
-        if text[:2] in ("0d", "0D"):
-            return np.array([int(text[2:], 16)], np.uint64).view(np.float64)[0]
+        symbol, _, shift = text.partition("+")
+        if symbol in self.code.shared:
+            return self.code.shared[symbol] + int(shift or "0", 0)
+        if text[:2] in _FLOATS:
+            bits_type, value_type, kinds = _FLOATS[text[:2]]
+            if kind not in kinds:
+                raise ValueError(f"{text} where a value of type {kind} is expected")
+            bits = np.array([int(text[2:], 16)], bits_type)
+            return bits.view(value_type)[0] if kind[0] == "f" else bits[0]
+        if kind in ("f32", "f64"):
+            if re.fullmatch(r"[-+]?\d*\.\d+([eE][-+]?\d+)?|[-+]?\d+\.", text) is None:
+                raise ValueError(f"{text} where a value of type {kind} is expected")
+            return float(text)
         value = int(text.rstrip("U"), 0)
         if kind == "pred":
             return bool(value)
-        if kind[0] == "f" and "x" not in kind:
-            return float(value)
         bits_of = 8 * SIZES[kind]
         value &= (1 << bits_of) - 1
         return value - (1 << bits_of) if kind[0] == "s" and value >> (bits_of - 1) else value
@@ -256,6 +270,15 @@ class Block:
         if isinstance(operand, str) and not self.is_register(operand) and operand[0] not in "%!":
             return repr(self.immediate(operand, kind))
         return self.lead(self.read(operand, kind))
+
+    def both(self, operand: Operand) -> tuple[str, str]:
+        """The two results `a|b`; "_" for a second one that is not wanted."""
+        first, _, second = str(operand).partition("|")
+        return first.strip(), second.strip() or "_"
+
+    def members(self, operand: Operand) -> None:
+        """The check of a member mask."""
+        self.emit(f"active(w, {self.uniform(operand, 'b32')}, {self.mask}, {self.base})")
 
     # Poison
 
@@ -283,9 +306,10 @@ class Block:
 
     def poison(self, operand: Operand) -> str | None:
         """An expression for an operand's poison; None where there is certainly none."""
-        if not self.tracked or not self.is_register(operand):
+        name = str(operand).removeprefix("!")
+        if not self.tracked or not self.is_register(name):
             return None
-        slot = self.code.slots[str(operand)]
+        slot = self.code.slots[name]
         return None if slot in self.clean else f"P[{slot}]"
 
     # Results
@@ -312,9 +336,8 @@ class Block:
 
     def undefine(self, name: Operand) -> None:
         """Nothing defines a register any more."""
-        slot = self.code.slots[str(name)]
-        self.emit(f"P[{slot}] = np.full(32, 255, UINT8)")
-        self.clean.discard(slot)
+        if self.tracked and name != "_":
+            self._mark(self.code.slots[str(name)], f"np.full(32, {(1 << self.size(str(name))) - 1}, UINT8)")
 
     def store(self, name: Operand, kind: str, text: str, poison: str | None = None) -> None:
         """Set a register to a value of the NumPy type of `kind`, extended if the register is larger."""
@@ -325,6 +348,8 @@ class Block:
             self.write(name, text, poison)
             return
         size = 8 * SIZES[declared]
+        if SIZES[declared] < SIZES[kind]:
+            raise ValueError(f"a result of type {kind} for {name}, which is .{declared}")
         if SIZES[declared] != SIZES[kind]:
             text = f"({text}).astype({'INT' if kind[0] == 's' else 'UINT'}{size})"
             kind = f"{'s' if kind[0] == 's' else 'u'}{size}"

@@ -41,8 +41,7 @@ def mbarrier_arrive(b: Block, ins: Instruction, expect: str, *parts: str) -> Non
     operands = ins.operands if not str(ins.operands[0]).startswith("[") else ("_", *ins.operands)
     state, address, *rest = operands
     b.use(address, *rest)
-    if b.tracked and state != "_":
-        b.undefine(state)
+    b.undefine(state)
     lanes = f"int({b.mask}.sum())" if b.mask else "32"
     amount = b.uniform(rest[0], "u32") if rest else "1"
     b.emit(f"a = {b.address(address)}")

@@ -78,8 +78,7 @@ def wait_group(b: Block, ins: Instruction, read: str) -> None:
 
 
 @op(
-    "prefetch.tensormap",
-    "prefetch .param? .const? .tensormap",
+    "prefetch .param|const? .tensormap",
     "prefetch .global? .L1|L2",
     f"cp.async.bulk.prefetch.tensor {_DIMENSIONS} .L2 .global .tile? .L2::cache_hint?",
     "cp.async.bulk.prefetch.L2.global .L2::cache_hint?",

@@ -61,39 +61,57 @@ def ret(b: Block, ins: Instruction, uniform: str = "") -> None:
     b.emit(f"return {SPLIT}")
 
 
-_TYPES = ".b16|b32|b64|u16|u32|u64|s16|s32|s64|f32|f64"
+_ORDERED = "eq|ne|lt|le|gt|ge"
+_FLOAT = f".{_ORDERED}|equ|neu|ltu|leu|gtu|geu|num|nan"
+_BITS, _SIGNED, _UNSIGNED = ".b16|b32|b64", ".s16|s32|s64", ".u16|u32|u64"
 
 
-@op(f"setp .eq|ne|lt|le|gt|ge|lo|ls|hi|hs|equ|neu|ltu|leu|gtu|geu|num|nan .ftz? {_TYPES}")
-def setp(b: Block, ins: Instruction, how: str, ftz: str, kind: str) -> None:
-    target, _, complement = str(ins.operands[0]).partition("|")
-    text = _compared(b, ins, how, ftz, kind)
+@op(
+    f"setp .eq|ne {_BITS}",
+    f"setp .{_ORDERED} {_SIGNED}",
+    f"setp .{_ORDERED}|lo|ls|hi|hs {_UNSIGNED}",
+    f"setp .eq|ne .and|or|xor {_BITS}",
+    f"setp .{_ORDERED} .and|or|xor {_SIGNED}",
+    f"setp .{_ORDERED}|lo|ls|hi|hs .and|or|xor {_UNSIGNED}",
+)
+def setp(b: Block, ins: Instruction, how: str, *parts: str) -> None:
+    first, second = (b.read(operand, parts[-1]) for operand in ins.operands[1:3])
+    _set(b, ins, f"({first} {_COMPARE[how]} {second})", parts[0] if len(parts) > 1 else "")
+
+
+@op(
+    f"setp {_FLOAT} .ftz? .f32",
+    f"setp {_FLOAT} .f64",
+    f"setp {_FLOAT} .and|or|xor .ftz? .f32",
+    f"setp {_FLOAT} .and|or|xor .f64",
+)
+def setp_float(b: Block, ins: Instruction, how: str, *parts: str) -> None:
+    kind = ins.opcode[-3:]
+    first, second = (b.read(operand, kind) for operand in ins.operands[1:3])
+    combine = next((part for part in parts if part in _SYMBOLS), "")
+    _set(b, ins, f"compare_float({how!r}, {first}, {second}, {'ftz' in parts})", combine)
+
+
+_SYMBOLS = {"and": "&", "or": "|", "xor": "^"}
+
+
+def _set(b: Block, ins: Instruction, text: str, combine: str) -> None:
+    """PTX ISA, setp: `p|q` get the comparison and its complement, each combined with a third operand."""
+    if len(ins.operands) != (4 if combine else 3):
+        raise ValueError(f"{len(ins.operands)} operands")
+    target, complement = b.both(ins.operands[0])
     b.emit(f"v = {text}")
-    b.write(target, "v")
-    if complement:
-        b.write(complement, "~v")
+    results = ["v", "~v"]
+    if combine:
+        symbol = _SYMBOLS[combine]
+        b.emit(f"u = {b.read(ins.operands[3], 'pred')}")
+        b.emit(f"v, u = v {symbol} u, ~v {symbol} u")
+        results[1] = "u"
+    b.write(target, results[0])
+    b.write(complement, results[1])
 
 
-@op(f"setp .eq|ne|lt|le|gt|ge|lo|ls|hi|hs|equ|neu|ltu|leu|gtu|geu|num|nan .and|or|xor .ftz? {_TYPES}")
-def setp_combined(b: Block, ins: Instruction, how: str, combine: str, ftz: str, kind: str) -> None:
-    target, _, complement = str(ins.operands[0]).partition("|")
-    symbol = {"and": "&", "or": "|", "xor": "^"}[combine]
-    b.emit(f"v = {_compared(b, ins, how, ftz, kind)}")
-    b.emit(f"u = {b.read(ins.operands[3], 'pred')}")
-    b.emit(f"v, u = v {symbol} u, ~v {symbol} u")
-    b.write(target, "v")
-    if complement:
-        b.write(complement, "u")
-
-
-def _compared(b: Block, ins: Instruction, how: str, ftz: str, kind: str) -> str:
-    first, second = b.read(ins.operands[1], kind), b.read(ins.operands[2], kind)
-    if kind[0] == "f":
-        return f"compare_float({how!r}, {first}, {second}, {bool(ftz)})"
-    return f"({first} {_COMPARE[how]} {second})"
-
-
-@op(f"selp {_TYPES}", uses=False)
+@op("selp .b16|b32|b64|u16|u32|u64|s16|s32|s64|f32|f64", uses=False)
 def selp(b: Block, ins: Instruction, kind: str) -> None:
     target, first, second, condition = ins.operands
     b.use(condition)
@@ -106,8 +124,8 @@ def selp(b: Block, ins: Instruction, kind: str) -> None:
 
 @op("elect.sync")
 def elect(b: Block, ins: Instruction) -> None:
-    leader, _, flag = str(ins.operands[0]).partition("|")
-    b.emit(f"active({b.uniform(ins.operands[1], 'b32')}, {b.mask})")
+    leader, flag = b.both(ins.operands[0])
+    b.members(ins.operands[1])
     b.emit(f"v = elect({b.mask})")
     b.write(flag, "v")
     b.write(leader, "np.full(32, v.argmax(), UINT32)")
@@ -115,13 +133,13 @@ def elect(b: Block, ins: Instruction) -> None:
 
 @op("vote.sync .ballot .b32")
 def ballot(b: Block, ins: Instruction) -> None:
-    b.emit(f"active({b.uniform(ins.operands[2], 'b32')}, {b.mask})")
+    b.members(ins.operands[2])
     b.write(ins.operands[0], f"ballot({b.read(ins.operands[1], 'pred')}, {b.mask})")
 
 
 @op("vote.sync .all|any|uni .pred")
 def vote(b: Block, ins: Instruction, how: str) -> None:
-    b.emit(f"active({b.uniform(ins.operands[2], 'b32')}, {b.mask})")
+    b.members(ins.operands[2])
     b.emit(f"v = {b.read(ins.operands[1], 'pred')}" + (f"[{b.mask}]" if b.mask else ""))
     result = {"all": "v.all()", "any": "v.any()", "uni": "v.all() or not v.any()"}[how]
     b.write(ins.operands[0], f"np.full(32, {result})")
@@ -134,39 +152,36 @@ def activemask(b: Block, ins: Instruction) -> None:
 
 @op("shfl.sync .up|down|bfly|idx .b32", uses=False)
 def shfl(b: Block, ins: Instruction, mode: str) -> None:
-    target, _, flag = str(ins.operands[0]).partition("|")
+    target, flag = b.both(ins.operands[0])
     source, lane, bounds, members = ins.operands[1:]
     b.use(lane, bounds, members)
-    b.emit(f"active({b.uniform(members, 'b32')}, {b.mask})")
+    b.members(members)
     b.emit(f"l, v = shfl_source({mode!r}, {b.read(lane, 'b32')}, {b.read(bounds, 'b32')})")
     if b.mask:  # PTX ISA, shfl.sync: the value of an inactive lane is undefined
         b.emit(f"if not {b.mask}[l][{b.mask}].all(): raise ProtocolError('shfl.sync reads an inactive lane')")
     poison = b.poison(source)
     b.write(target, f"{b.read(source, 'b32')}[l]", f"moved({poison}, l)" if poison else None)
-    if flag:
-        b.write(flag, "v")
+    b.write(flag, "v")
 
 
 @op("redux.sync .add|min|max .u32|s32", "redux.sync .and|or|xor .b32")
 def redux(b: Block, ins: Instruction, how: str, kind: str = "b32") -> None:
-    b.emit(f"active({b.uniform(ins.operands[2], 'b32')}, {b.mask})")
+    b.members(ins.operands[2])
     b.store(ins.operands[0], kind, f"redux({how!r}, {b.read(ins.operands[1], kind)}, {b.mask})")
 
 
 @op("redux.sync .min|max .abs? .NaN? .f32")
 def redux_float(b: Block, ins: Instruction, how: str, magnitude: str, nan: str) -> None:
-    b.emit(f"active({b.uniform(ins.operands[2], 'b32')}, {b.mask})")
-    text = b.read(ins.operands[1], "f32")
-    if magnitude:
-        text = f"np.abs({text})"
-    b.store(ins.operands[0], "f32", f"redux({(how + nan)!r}, {text}, {b.mask})")
+    b.members(ins.operands[2])
+    modes = f"{bool(magnitude)}, {bool(nan)}"
+    b.store(ins.operands[0], "f32", f"redux({how!r}, {b.read(ins.operands[1], 'f32')}, {b.mask}, {modes})")
 
 
 @op("griddepcontrol .launch_dependents|wait", "nanosleep .u32", "bar.warp.sync", targets=0)
 def nothing(b: Block, ins: Instruction, *parts: str) -> None:
     """One grid at a time, and a warp's lanes go together: nothing to wait for."""
     if ins.opcode == "bar.warp.sync":
-        b.emit(f"active({b.uniform(ins.operands[0], 'b32')}, {b.mask})")
+        b.members(ins.operands[0])
 
 
 @op("setmaxnreg .inc|dec .sync .aligned .u32", targets=0)

@@ -6,6 +6,7 @@ from wanfp4.simulator.grammar import op
 from wanfp4.simulator.ptx import Instruction
 from wanfp4.simulator.translate import NAMES, Block
 
+_INTEGERS = ".u8|u16|u32|u64|s8|s16|s32|s64"
 _NARROW = ".e2m1x2|e2m3x2|e3m2x2|e4m3x2|e5m2x2"
 
 
@@ -25,11 +26,10 @@ def ue8m0(b: Block, ins: Instruction, rounding: str, satfinite: str) -> None:
     b.store(ins.operands[0], "b16", f"to_ue8m0x2({reads}, {rounding!r})")
 
 
-@op("cvt .rn|rz .satfinite? .relu? .f16x2|bf16x2 .f32", "cvt .rn|rz .relu? .satfinite? .f16x2|bf16x2 .f32")
-def half_pairs(b: Block, ins: Instruction, rounding: str, first: str, second: str, to: str) -> None:
+@op("cvt .rn|rz .relu? .satfinite? .f16x2|bf16x2 .f32")
+def half_pairs(b: Block, ins: Instruction, rounding: str, relu: str, satfinite: str, to: str) -> None:
     reads = ", ".join(b.read(operand, "f32") for operand in ins.operands[1:])
-    modes = f"{rounding!r}, {'relu' in (first, second)}, {'satfinite' in (first, second)}"
-    b.store(ins.operands[0], "b32", f"to_{to}({reads}, {modes})")
+    b.store(ins.operands[0], "b32", f"to_{to}({reads}, {rounding!r}, {bool(relu)}, {bool(satfinite)})")
 
 
 @op("cvt .rn|rz .relu? .satfinite? .bf16|f16 .f32")
@@ -54,18 +54,23 @@ def ue8m0_wide(b: Block, ins: Instruction) -> None:
     b.store(ins.operands[0], "b32", f"ue8m0x2_to_bf16x2({b.read(ins.operands[1], 'b16')})")
 
 
-@op("cvt .rni|rzi|rmi|rpi .ftz? .sat? .u8|u16|u32|u64|s8|s16|s32|s64 .f16|f32|f64")
-def to_integer(b: Block, ins: Instruction, rounding: str, ftz: str, sat: str, to: str, source: str) -> None:
-    text = f"float_to_int({b.read(ins.operands[1], source)}, {rounding!r}, {NAMES[to]}, {bool(ftz)})"
+@op(
+    f"cvt .rni|rzi|rmi|rpi .sat? {_INTEGERS} .f16|f64",
+    f"cvt .rni|rzi|rmi|rpi .ftz? .sat? {_INTEGERS} .f32",
+)
+def to_integer(b: Block, ins: Instruction, rounding: str, *parts: str) -> None:
+    """PTX ISA, cvt: from floating point it saturates with or without `.sat`."""
+    *_, to, source = ins.opcode.split(".")
+    text = f"float_to_int({b.read(ins.operands[1], source)}, {rounding!r}, {NAMES[to]}, {'ftz' in parts})"
     b.store(ins.operands[0], to, text)
 
 
-@op("cvt .rn|rz|rm|rp .f32|f64 .u8|u16|u32|u64|s8|s16|s32|s64")
+@op(f"cvt .rn|rz|rm|rp .f32|f64 {_INTEGERS}")
 def from_integer(b: Block, ins: Instruction, rounding: str, to: str, source: str) -> None:
     b.store(ins.operands[0], to, f"int_to_float({b.read(ins.operands[1], source)}, {rounding!r}, {NAMES[to]})")
 
 
-@op("cvt .sat? .u8|u16|u32|u64|s8|s16|s32|s64 .u8|u16|u32|u64|s8|s16|s32|s64")
+@op(f"cvt .sat? {_INTEGERS} {_INTEGERS}")
 def integers(b: Block, ins: Instruction, sat: str, to: str, source: str) -> None:
     b.store(ins.operands[0], to, f"int_to_int({b.read(ins.operands[1], source)}, {NAMES[to]}, {bool(sat)})")
 
@@ -80,9 +85,9 @@ def round_float(b: Block, ins: Instruction, rounding: str, ftz: str, sat: str) -
 def clamp_float(b: Block, ins: Instruction, ftz: str, sat: str) -> None:
     text = b.read(ins.operands[1], "f32")
     text = f"flush({text})" if ftz else text
-    b.store(
-        ins.operands[0], "f32", f"np.where({text} >= 0, np.minimum({text}, FLOAT32(1)), FLOAT32(0))" if sat else text
-    )
+    if sat:  # PTX ISA, cvt: NaN becomes +0
+        text = f"np.where({text} > 0, np.minimum({text}, FLOAT32(1)), FLOAT32(0))"
+    b.store(ins.operands[0], "f32", text)
 
 
 @op("cvt.f64.f32")
