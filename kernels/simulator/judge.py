@@ -9,8 +9,8 @@ FENCED   Of the others' generic writes, those known to lie before a proxy fence 
          access may use what a generic write left only through this row (PTX ISA, Memory Consistency Model,
          proxy-preserved base causality order). The fence may stand on the writer's or the reader's side of the path.
 
-With ``isa`` ordering, tensor memory is judged by four further rows (PTX ISA, 9.7.16.6 Memory Consistency Model for 5th
-generation of TensorCore operations), and KNOWN no longer counts for it. A thread has two streams: its tcgen05
+With ``isa`` ordering, tensor memory is judged by four further rows (PTX ISA 9.2, 9.7.16.6 Memory Consistency Model
+for 5th generation of TensorCore operations), and KNOWN no longer counts for it. A thread has two streams: its tcgen05
 operations, and its ordering operations (barriers, mbarriers).
 
 DONE     Actions on tensor memory complete before the thread's next tcgen05 operation.

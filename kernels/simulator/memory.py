@@ -262,7 +262,12 @@ class SharedMemory:
         if self.judge is not None:
             self.judge.write_shared(warp, self.granules(address, size), line)
             self.poisons[size][index] = 0 if poison is None else _units(poison, size)
-        self.views[size][index] = _units(values, size)
+        units = _units(values, size)
+        self.views[size][index] = units
+        if self.judge is not None and (lost := self.views[size][index] != units).any():
+            # PTX ISA, st leaves open which of several lanes' values stays.
+            at = int(address[lost.reshape(len(address), -1).any(1)][0])
+            raise ProtocolError(f"lanes store different values at shared memory {at:#x}", line=line, warp=warp)
 
     # ---- the asynchronous proxy ----
     def take(self, addresses: NDArray[Any]) -> Bytes:

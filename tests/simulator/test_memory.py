@@ -62,6 +62,21 @@ def test_shared_poison_moves_by_bytes() -> None:
     assert seen == [None, None, None]
 
 
+def test_lanes_that_store_to_one_place() -> None:
+    place = np.where(h.LANE < 30, h.at(h.BASE), h.BASE + 256).astype(np.uint32)
+
+    def store(values: Any) -> h.Step:
+        return h.call("store_shared", place, h.words(values), None, None)
+
+    h.run([store(5)])
+    fails(ProtocolError, "lanes store different values at shared memory 0x500", [store(h.LANE)], line=1)
+    h.run([store(h.LANE)], track=False)
+    wide = h.call(
+        "store_shared", np.full(32, h.BASE, np.uint32), np.tile(h.LANE[:, None], 16).astype(np.uint8), None, None
+    )
+    fails(ProtocolError, "different values at shared memory 0x400", [wide])
+
+
 @pytest.mark.parametrize(
     ("address", "size", "message"),
     [
