@@ -56,7 +56,7 @@ def _finish(x: F32, ftz: bool, sat: bool) -> F32:
     return x
 
 
-def _sum_error(s: F64, p: F64, c: F64) -> F64:
+def sum_error(s: F64, p: F64, c: F64) -> F64:
     """p + c − s exactly, where s is the rounded sum (Knuth's TwoSum); NaN where s is not finite."""
     t = s - p
     return (p - (s - t)) + (c - t)
@@ -64,7 +64,7 @@ def _sum_error(s: F64, p: F64, c: F64) -> F64:
 
 def _to_odd(s: F64, p: F64, c: F64) -> F64:
     """p + c rounded to odd: inexact sums get an odd last bit, so that rounding once more to float32 is exact."""
-    error = _sum_error(s, p, c)
+    error = sum_error(s, p, c)
     inexact = (error < 0) | (error > 0)
     if not np.count_nonzero(inexact):
         return s
@@ -102,7 +102,7 @@ def round_sum(p: F64, c: F64, rounding: str) -> F32:
     near = s.astype(np.float32)
     residual = s - near.astype(np.float64)
     if np.count_nonzero(residual) != s.size:  # |s − near| is at least a last bit of s, more than the error of s, or 0
-        residual = np.where(residual == 0, _sum_error(s, p, c), residual)
+        residual = np.where(residual == 0, sum_error(s, p, c), residual)
     result = directed(near, residual, rounding)
     if rounding == "rm" and np.count_nonzero(s) != s.size:  # IEEE 754: x − x is −0 when rounding down
         negative = (s == 0) & (np.signbit(p) | np.signbit(c))

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wanfp4.simulator.arithmetic import F32, F64, directed, flush, round_sum
+from wanfp4.simulator.arithmetic import F32, F64, directed, flush, round_sum, sum_error
+from wanfp4.simulator.findings import UnknownInstruction
 
 U8 = NDArray[np.uint8]
 U16 = NDArray[np.uint16]
@@ -316,17 +317,26 @@ def float_to_int(x: NDArray[Any], rounding: str, dtype: type[np.integer[Any]], f
 
 
 def int_to_float(x: NDArray[Any], rounding: str, dtype: type[np.floating[Any]] = np.float32) -> NDArray[Any]:
-    """cvt.{rn,rz,rm,rp}.f32 (or f16, f64) from an integer array; f16 and f64 only to nearest."""
+    """cvt.{rn,rz,rm,rp}.{f32,f64} from an integer array; f16 (`np.float16`) only to nearest."""
     if rounding == "rn":
-        return x.astype(dtype)
-    if dtype is not np.float32:
-        raise KeyError(rounding)
+        return np.asarray(x.astype(dtype))
+    if dtype is np.float16:
+        raise UnknownInstruction(f"cvt.{rounding}.f16 from an integer is not modelled")
     if x.dtype.itemsize < 8:
         exact = x.astype(np.float64)
         near = exact.astype(np.float32)
-        return directed(near, exact - near, rounding)
+        return exact if dtype is np.float64 else directed(near, exact - near, rounding)
     low = x & x.dtype.type(0xFFFFFFFF)
-    return round_sum((x - low).astype(np.float64), low.astype(np.float64), rounding)
+    upper, lower = (x - low).astype(np.float64), low.astype(np.float64)  # both exact
+    if dtype is np.float32:
+        return round_sum(upper, lower, rounding)
+    double = upper + lower
+    error = sum_error(double, upper, lower)
+    inward = (rounding == "rz") & (x < 0)  # then up, and for the rest down
+    down = (error < 0) & ~inward if rounding != "rp" else np.zeros(x.shape, np.bool_)
+    up = (error > 0) & (inward | (rounding == "rp"))
+    stepped: F64 = np.where(down, np.nextafter(double, -np.inf), np.where(up, np.nextafter(double, np.inf), double))
+    return stepped
 
 
 def int_to_int(x: NDArray[Any], dtype: type[np.integer[Any]], sat: bool = False) -> NDArray[Any]:
@@ -335,7 +345,7 @@ def int_to_int(x: NDArray[Any], dtype: type[np.integer[Any]], sat: bool = False)
         low = max(int(np.iinfo(x.dtype).min), int(np.iinfo(dtype).min))
         high = min(int(np.iinfo(x.dtype).max), int(np.iinfo(dtype).max))
         x = np.clip(x, x.dtype.type(low), x.dtype.type(high))
-    return x.astype(dtype)
+    return np.asarray(x.astype(dtype))
 
 
 def round_f32(x: F32, rounding: str, ftz: bool = False, sat: bool = False) -> F32:

@@ -37,15 +37,19 @@ def shift_left(a: Ints, b: U32) -> Ints:
     """shl: amounts above the register's width are clamped to it, which leaves 0."""
     bits = _bits(a)
     inside = b < bits
-    shifted: Ints = np.where(inside, a << np.where(inside, b, 0).astype(a.dtype), a.dtype.type(0))
-    return shifted
+    if np.count_nonzero(inside) == b.size:
+        return np.asarray(a << b.astype(a.dtype))
+    return np.asarray(np.where(inside, a << np.where(inside, b, 0).astype(a.dtype), a.dtype.type(0)))
 
 
 def shift_right(a: Ints, b: U32) -> Ints:
     """shr: fills with the sign of signed types; amounts are clamped to the register's width."""
     bits = _bits(a)
-    shifted: Ints = a >> np.minimum(b, np.uint32(bits - 1)).astype(a.dtype)
-    return shifted if a.dtype.kind == "i" else np.where(b < bits, shifted, a.dtype.type(0))
+    inside = b < bits
+    if np.count_nonzero(inside) == b.size:
+        return np.asarray(a >> b.astype(a.dtype))
+    shifted = np.asarray(a >> np.minimum(b, np.uint32(bits - 1)).astype(a.dtype))
+    return shifted if a.dtype.kind == "i" else np.where(inside, shifted, a.dtype.type(0))
 
 
 def funnel_shift(a: U32, b: U32, c: U32, left: bool, wrap: bool) -> U32:

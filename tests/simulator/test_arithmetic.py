@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from wanfp4.simulator import arithmetic, conversions
+from wanfp4.simulator.findings import UnknownInstruction
 
 ROUNDINGS = ("rn", "rz", "rm", "rp")
 
@@ -89,7 +90,10 @@ def test_fma_rounds_once(rounding):
     same(got, want)
     if rounding == "rn":  # the cases are hard enough: rounding through float64 fails some
         naive = (a.astype(np.float64) * b + c).astype(np.float32)
-        assert (naive != got).sum() > 100
+        hard = np.flatnonzero(naive != got)
+        assert len(hard) > 100
+        for i in hard:  # each is noticed by itself
+            same(arithmetic.fma_f32(a[i : i + 1], b[i : i + 1], c[i : i + 1]), got[i : i + 1])
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
@@ -222,6 +226,8 @@ def test_min_max():
             got = function(a, b, nan=nan)
             assert (got.view(np.uint32) == np.array(want, np.float32).view(np.uint32)).all()
             same(function(a, b, a[::-1], nan=nan), function(got, a[::-1], nan=nan))
+            for i in range(len(a)):  # alone: NaN in other lanes must not matter
+                same(function(a[i : i + 1], b[i : i + 1], nan=nan), got[i : i + 1])
     same(arithmetic.max_f32(f32(1e-40), f32(-1), ftz=True), f32(0))
     same(arithmetic.max_f32(f32(-5, 2), f32(3, -7), f32(1, 1), magnitude=True), f32(5, 7))
     same(arithmetic.min_f32(f32(-5, -2), f32(3, -7), xorsign=True), f32(-3, 2))
@@ -251,6 +257,18 @@ def test_int_to_float(dtype, rounding):
     x = np.concatenate((x, x >> dtype(info.bits // 2), np.array([0, info.min, info.max, *ties], dtype)))
     got = conversions.int_to_float(x, rounding)
     same(got, [nearest_float32(Fraction(int(v)), rounding) for v in x])
+    for v, double in zip(x.tolist(), conversions.int_to_float(x, rounding, np.float64), strict=True):
+        low, high = (int(np.nextafter(double, side)) for side in (-np.inf, np.inf))
+        near = int(double)
+        if rounding == "rn":
+            assert abs(near - v) <= min(abs(low - v), abs(high - v))
+        elif rounding == "rm" or (rounding == "rz" and v >= 0):
+            assert near <= v < max(high, near + 1)
+        else:
+            assert min(low, near - 1) < v <= near
+    if rounding != "rn":
+        with pytest.raises(UnknownInstruction):
+            conversions.int_to_float(x, rounding, np.float16)
 
 
 def test_double_to_single():

@@ -84,7 +84,8 @@ def put_mn_major(cta, at, values, layout):
     deep, atom = (4, 32) if layout == "128 of 32" else (8, 16)
     pitch = 128 if layout == "128 of 32" else PITCH[layout]
     per = pitch // size
-    sbo, lbo = pitch * deep, pitch * deep * (depth // deep)  # K groups next to each other, then blocks of rows
+    sbo = 2 * pitch * deep  # a gap between K groups, then blocks of rows
+    lbo = sbo * (depth // deep)
     phase = {"128 of 32": k % 4, "128": k % 8, "64": k // 2 % 4, "32": k // 4 % 2}[layout]
     byte = r % per * size + i
     cta.shared.data[
@@ -157,6 +158,15 @@ def test_mn_major(cta, kind, a_type, b_type, layout):
         desc_b = put_mn_major(cta, B_AT, b, layout) if b_mn else put_k_major(cta, B_AT, raw_bytes(b), "32", 0)
         mma(cta, kind, 0, desc_a, False, desc_b, plain_idesc(a_type, b_type, n, a_mn, b_mn), False)
         assert (result(cta, 0, n) == a.astype(np.float64) @ b.astype(np.float64).T).all()
+
+
+def test_tf32_ignores_the_low_bits(cta):
+    rng = np.random.default_rng(12)
+    a, b = (rng.standard_normal((rows, 8)).astype(np.float32) for rows in (128, 8))
+    desc_a, desc_b = put_k_major(cta, A_AT, raw_bytes(a), "32", 0), put_k_major(cta, B_AT, raw_bytes(b), "32", 0)
+    mma(cta, "tf32", 0, desc_a, False, desc_b, plain_idesc("tf32", "tf32", 8), False)
+    cut_a, cut_b = ((x.view(np.uint32) >> 13 << 13).view(np.float32).astype(np.float64) for x in (a, b))
+    assert (result(cta, 0, 8) == (cut_a @ cut_b.T).astype(np.float32)).all()
 
 
 def test_mn_major_step_inside_an_atom(cta):
@@ -367,9 +377,15 @@ def test_scales_must_agree_in_all_lane_quarters(cta):
     ):
         mma(cta, "mxf4", 0, desc, False, desc, idesc, False, None, 256, 260, 32)
     load_scales(cta, 260, np.full((8, 4), 127, np.uint8))
-    mma(cta, "mxf4nvf4", 0, desc, False, desc, scaled_idesc(8, True, 0, 0), False, None, 260, 260, 32)
+    load_scales(cta, 264, np.full((128, 4), 127, np.uint8))
+    mma(cta, "mxf4nvf4", 0, desc, False, desc, scaled_idesc(8, True, 0, 0), False, None, 264, 260, 32)
+    cta.tensor.cells[96 + 7, 260] ^= 1  # N 8 reads eight lanes of every quarter
+    with pytest.raises(
+        ProtocolError, match="scales of B, row 7, byte 0: 0x7f in lane 7, 0x7e in lane 103 of column 260"
+    ):
+        mma(cta, "mxf4nvf4", 0, desc, False, desc, scaled_idesc(8, True, 0, 0), False, None, 264, 260, 32)
     with pytest.raises(ProtocolError, match=r"D, columns 0-127, overlaps the scales of B, from column 124 on"):
-        mma(cta, "mxf4", 0, desc, False, desc, scaled_idesc(128, True), False, None, 260, 124, 32)
+        mma(cta, "mxf4", 0, desc, False, desc, scaled_idesc(128, True), False, None, 264, 124, 32)
     with pytest.raises(DescriptorError, match="scales of B at 0x40000104: id 1, the descriptor says 2"):
         mma(cta, "mxf4", 0, desc, False, desc, idesc, False, None, 260, 260 | 1 << 30, 32)
     with pytest.raises(ProtocolError, match="the lane must be 0"):
