@@ -15,7 +15,14 @@ hypothesis.settings.load_profile("wanfp4")
 torch.set_num_threads(1)
 
 # Neither the root nor tests/ may go on sys.path: their kernels/ folders would be found as Hugging Face's `kernels`.
-_HELPERS = ("tiny.py", "kernels/naive.py", "simulator/programs.py", "simulator/cases.py", "simulator/lanes.py")
+_HELPERS = (
+    "tiny.py",
+    "kernels/naive.py",
+    "simulator/programs.py",
+    "simulator/cases.py",
+    "simulator/lanes.py",
+    "simulator/handwritten.py",
+)
 for _path in _HELPERS:
     _name = Path(_path).stem
     _spec = importlib.util.spec_from_file_location(_name, Path(__file__).parent / _path)
