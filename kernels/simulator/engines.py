@@ -305,7 +305,7 @@ class Engines:
     ) -> None:
         """tcgen05.st."""
         place = self._tensor_place(w, address, shape, len(registers), "tcgen05.st")
-        values = np.stack(registers, 1)
+        values = np.concatenate(registers).reshape(-1, 32).T
         judge = self.judge
         action = judge.tensor_store(w.index, w.at) if judge is not None else Action("tcgen05.st", w.at, w.index)
         marks: Bytes | None = None

@@ -27,6 +27,7 @@ SHARED_WINDOW = 0x7D00_0000_0000_0000  # generic addresses of shared memory
 PARAM_BASE = 0x7E00_0000_0000_0000  # addresses of kernel parameters
 
 UNITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+SHIFTS = {1 << n: np.uint32(n) for n in range(6)}
 OFFSETS = {size: np.arange(size) for size in (1, 2, 4, 8, 16, 32)}
 
 
@@ -226,7 +227,7 @@ class SharedMemory:
             raise ProtocolError(f"{verb} of the live mbarrier at {at:#x}", line=line, warp=warp)
 
     def check(self, address: Lanes, size: int, verb: str, line: int, warp: int) -> None:
-        low, high = int(address.min()), int(address.max()) + size
+        low, high = int(np.minimum.reduce(address)), int(np.maximum.reduce(address)) + size
         if low < SHARED_BASE or high > self.end:
             wrong = address[(address < SHARED_BASE) | (address > self.end - size)]
             self._bounds(int(wrong[0]), int(wrong[0]) + size, verb, line, warp)
@@ -245,20 +246,20 @@ class SharedMemory:
     def load(self, address: Lanes, size: int, line: int, warp: int) -> tuple[Bytes, Bytes | None]:
         """([n, size] bytes, the same shape of poison or None) of n active lanes."""
         self.check(address, size, "load", line, warp)
-        index = address // address.dtype.type(size) if size > 1 else address
-        values = np.ascontiguousarray(self.views[size][index]).view(np.uint8).reshape(-1, size)
+        index = address >> SHIFTS[size]
+        values = self.views[size][index].view(np.uint8).reshape(-1, size)
         poison = None
         if self.judge is not None:
             self.judge.read_shared(warp, self.granules(address, size), line)
             found = self.poisons[size][index]
             if found.any():
-                poison = np.ascontiguousarray(found).view(np.uint8).reshape(-1, size)
+                poison = found.view(np.uint8).reshape(-1, size)
         return values, poison
 
     def store(self, address: Lanes, values: Bytes, poison: Bytes | None, line: int, warp: int) -> None:
         size = values.shape[1]
         self.check(address, size, "store", line, warp)
-        index = address // address.dtype.type(size) if size > 1 else address
+        index = address >> SHIFTS[size]
         if self.judge is not None:
             self.judge.write_shared(warp, self.granules(address, size), line)
             self.poisons[size][index] = 0 if poison is None else _units(poison, size)
