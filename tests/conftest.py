@@ -21,7 +21,9 @@ _HELPERS = (
     "simulator/programs.py",
     "simulator/cases.py",
     "simulator/lanes.py",
+    "simulator/effects.py",
     "simulator/handwritten.py",
+    "simulator/proof.py",
 )
 for _path in _HELPERS:
     _name = Path(_path).stem

@@ -64,7 +64,7 @@ class Instruction:
     def __str__(self) -> str:
         guard = f"@{'!' if self.negated else ''}{self.guard} " if self.guard else ""
         shown = (op if isinstance(op, str) else "{" + ", ".join(op) + "}" for op in self.operands)
-        return f"{guard}{self.opcode} {', '.join(shown)};"
+        return f"{guard}{self.opcode} {', '.join(shown)}".rstrip() + ";"
 
 
 @dataclass(frozen=True)

@@ -213,13 +213,26 @@ def to_bytes(parts: Sequence[Poison], size: int) -> Any:
     return bits.reshape(LANES, -1).astype(np.bool_)
 
 
-def shifted(poison: Poison, by: int, size: int) -> Poison:
-    """Of a register of `size` bytes shifted left by whole bytes (right when negative)."""
+def shifted(poison: Poison, by: int, size: int, signed: bool = False) -> Poison:
+    """Of a register of `size` bytes shifted left by `by` bits, or right; `signed`: with copies of the sign."""
     if poison is None:
         return None
-    wide = poison.astype(np.uint32)
-    out = ((wide << by if by >= 0 else wide >> -by) & ((1 << size) - 1)).astype(np.uint8)
+    wide = (poison & ((1 << size) - 1)).astype(np.uint32)
+    if signed:
+        wide |= np.where(wide >> (size - 1) & 1, np.uint32(0xFFFF << size), np.uint32(0))
+    whole, rest = divmod(abs(by), 8)
+    moved = wide << whole if by >= 0 else wide >> whole
+    if rest:  # a byte comes to lie in two
+        moved = moved | (wide << (whole + 1) if by >= 0 else wide >> (whole + 1))
+    out = (moved & ((1 << size) - 1)).astype(np.uint8)
     return out if out.any() else None
+
+
+def extended(poison: Poison, size: int) -> Poison:
+    """Of a value of `size` bytes extended by its sign."""
+    if poison is None:
+        return None
+    return poison | np.where(poison >> (size - 1) & 1, np.uint8(255 << size & 255), np.uint8(0))
 
 
 def lane_bits(words: Sequence[int]) -> Array:

@@ -351,6 +351,8 @@ class Block:
         if SIZES[declared] < SIZES[kind]:
             raise ValueError(f"a result of type {kind} for {name}, which is .{declared}")
         if SIZES[declared] != SIZES[kind]:
+            if kind[0] == "f":  # its bits
+                text, kind = f"({text}).view(UINT{8 * SIZES[kind]})", f"b{8 * SIZES[kind]}"
             text = f"({text}).astype({'INT' if kind[0] == 's' else 'UINT'}{size})"
             kind = f"{'s' if kind[0] == 's' else 'u'}{size}"
         self.write(name, text if NAMES[kind].startswith("UINT") else f"({text}).view(UINT{size})", poison)

@@ -1,11 +1,15 @@
-"""Every instruction on registers, through PTX: in a whole warp, guarded, in branches, loops and after early returns."""
+"""Every instruction, through PTX, against truths in Python and NumPy.
+
+Instructions on registers run in a whole warp, guarded, in branches, loops and after early returns.
+"""
 
 import cases
+import effects
 import pytest
 from lanes import Batch, batches
 
 BATCHES = {
-    f"{family} {index}, {batch[0].opcode}…": batch
+    f"{family} {index}, {batch[0].opcode}": batch
     for family, make in cases.FAMILIES.items()
     for index, batch in enumerate(batches(make()))
 }
@@ -14,3 +18,8 @@ BATCHES = {
 @pytest.mark.parametrize("name", BATCHES)
 def test_registers(name):
     Batch(BATCHES[name]).check()
+
+
+@pytest.mark.parametrize("name", effects.PROGRAMS)
+def test_memory_and_warps(name):
+    effects.PROGRAMS[name]().run()

@@ -85,18 +85,18 @@ def or_(b: Block, ins: Instruction, kind: str) -> None:
 
 @op("shl .b16|b32|b64", "shr .b16|b32|b64|u16|u32|u64|s16|s32|s64", uses=False)
 def shift(b: Block, ins: Instruction, kind: str) -> None:
-    """By a constant number of whole bytes undefined bytes move along; by anything else they spread to the register."""
+    """Undefined bits move along, to all bytes that they come to; by an amount that is no constant, to all bytes."""
     target, value, count = ins.operands
     b.use(count)
     left = ins.opcode.startswith("shl")
     constant = not b.is_register(count) and str(count)[0] != "%"
     found, poison = b.poison(value), None
-    if found:
-        amount = int(str(count), 0) if constant else 1
-        if amount % 8 or kind[0] == "s":
-            poison = f"spoiled({found})"
-        else:
-            poison = f"shifted({found}, {amount // 8 if left else -(amount // 8)}, {SIZES[kind]})"
+    if found and constant:
+        amount = min(int(b.immediate(str(count), "u32")), 8 * SIZES[kind])
+        signed = kind[0] == "s"
+        poison = f"shifted({found}, {amount if left else -amount}, {SIZES[kind]}{', True' if signed else ''})"
+    elif found:
+        poison = f"spoiled({found})"
     name = "shift_left" if left else "shift_right"
     b.store(target, kind, f"{name}({b.read(value, kind)}, {b.read(count, 'u32')})", poison)
 
