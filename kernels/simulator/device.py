@@ -160,15 +160,15 @@ def device(
 
 
 def storage(tensor: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The bytes of a CPU tensor's memory, of its whole storage, not copied."""
+    """The bytes of a CPU tensor's memory, of its whole storage, not copied. They keep the tensor alive."""
     if isinstance(tensor, np.ndarray):
         root: Any = tensor
         while isinstance(root.base, np.ndarray):
             root = root.base
         low, high = np.lib.array_utils.byte_bounds(root)
-        view = np.ndarray(
-            (high - low,), np.uint8, buffer=(np.ctypeslib.ctypes.c_uint8 * (high - low)).from_address(low)
-        )
+        memory = (np.ctypeslib.ctypes.c_uint8 * (high - low)).from_address(low)
+        memory.owner = tensor
+        view = np.ndarray((high - low,), np.uint8, buffer=memory)
         view.flags.writeable = root.flags.writeable
         return view
     if tensor.device.type != "cpu":
@@ -177,6 +177,7 @@ def storage(tensor: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     if not whole.nbytes():
         return np.zeros(0, np.uint8)
     buffer = (np.ctypeslib.ctypes.c_uint8 * whole.nbytes()).from_address(whole.data_ptr())
+    buffer.owner = tensor
     return np.ndarray((whole.nbytes(),), np.uint8, buffer=buffer)
 
 

@@ -83,7 +83,7 @@ class Launch:
 
 
 class Recorder(Device):
-    """A device that keeps its launches. Their tensors must outlive it."""
+    """A device that keeps its launches, and with them their tensors."""
 
     def __init__(self, arch: str = "sm_100a", **options: Any) -> None:
         super().__init__(arch, **options)

@@ -135,9 +135,9 @@ class Observed(CTA):
         if told:
             self.notes.told.add(line)
         if line == self.mute:
-            own = after[:, warp].copy()
+            own = int(after[KNOWN, warp])  # its own time goes on
             after[:] = before
-            after[:, warp] = own
+            after[KNOWN, warp] = own
         return told
 
     def _noted(self, w: Warp, call: Callable[[], None]) -> None:
