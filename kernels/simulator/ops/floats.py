@@ -20,6 +20,14 @@ def arithmetic(b: Block, ins: Instruction, rounding: str, ftz: str, sat: str) ->
     b.store(ins.operands[0], "f32", f"{name}({_reads(b, ins, 'f32')}, {modes})")
 
 
+@op("fma .rn|rz|rm|rp .sat? .f32 .f16|bf16")
+def mixed_fma(b: Block, ins: Instruction, rounding: str, sat: str, kind: str) -> None:
+    """PTX ISA, mixed precision fma: the factors are 16 bits wide, one rounding of the exact sum."""
+    first, second = (f"from_{kind}({b.read(operand, 'b16')})" for operand in ins.operands[1:3])
+    addend = b.read(ins.operands[3], "f32")
+    b.store(ins.operands[0], "f32", f"fma_f32({first}, {second}, {addend}, {rounding!r}, False, {bool(sat)})")
+
+
 @op("mad .rn|rz|rm|rp .ftz? .sat? .f32")
 def mad(b: Block, ins: Instruction, rounding: str, ftz: str, sat: str) -> None:
     """The same as fma from sm_20 on."""
