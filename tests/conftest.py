@@ -22,6 +22,8 @@ _HELPERS = (
     "simulator/cases.py",
     "simulator/lanes.py",
     "simulator/effects.py",
+    "simulator/asynchronous.py",
+    "simulator/tensors.py",
     "simulator/handwritten.py",
     "simulator/proof.py",
 )

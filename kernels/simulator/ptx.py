@@ -39,6 +39,7 @@ SIZES = {
 # A warp may have to give up its turn after these: they end a basic block.
 YIELDING = (
     "bar.sync",
+    "bar.cta.sync",
     "barrier.sync",
     "barrier.cta.sync",
     "mbarrier.try_wait",

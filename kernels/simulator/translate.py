@@ -166,6 +166,7 @@ class Block:
             self.emit("P = w.P")
         for ins in block:
             self._instruction(ins)
+        self.indent = " "
         if not self.done:
             self.emit(f"return {self.next}")
 

@@ -3,6 +3,7 @@
 Instructions on registers run in a whole warp, guarded, in branches, loops and after early returns.
 """
 
+import asynchronous
 import cases
 import effects
 import pytest
@@ -20,6 +21,9 @@ def test_registers(name):
     Batch(BATCHES[name]).check()
 
 
-@pytest.mark.parametrize("name", effects.PROGRAMS)
-def test_memory_and_warps(name):
-    effects.PROGRAMS[name]().run()
+PROGRAMS = {**effects.PROGRAMS, **asynchronous.PROGRAMS}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_memory_warps_and_barriers(name):
+    PROGRAMS[name]().run()

@@ -17,7 +17,7 @@ def bar_sync(b: Block, ins: Instruction, aligned: str = "") -> None:
     b.emit(f"w.cta.bar(w, {b.uniform(ins.operands[0], 'u32')}, {threads}, True)")
 
 
-@op("bar.arrive", "barrier.arrive .aligned?", "barrier.cta.arrive .aligned?", targets=0, effects=True)
+@op("bar.arrive", "bar.cta.arrive", "barrier.arrive .aligned?", "barrier.cta.arrive .aligned?", targets=0, effects=True)
 def bar_arrive(b: Block, ins: Instruction, aligned: str = "") -> None:
     b.emit(f"whole({b.mask})")
     b.emit(f"w.cta.bar(w, {b.uniform(ins.operands[0], 'u32')}, {b.uniform(ins.operands[1], 'u32')}, False)")
