@@ -34,7 +34,8 @@ from cutlass import Float32, Int32, Int64, cute
 from wanfp4.kernels.blackwell import ptx
 
 ROWS = 128  # queries of a stage, keys of a tile, channels
-THREADS = 320
+THREADS = 384  # three warpgroups: softmax of each stage; MMA, load and two idle warps
+SOFTMAX_REGISTERS, OTHER_REGISTERS = 224, 64  # a thread; 64K in all
 SOFTMAX_WARPS, MMA_WARP, LOAD_WARP = 8, 8, 9
 CODES = ROWS * ROWS // 2  # bytes of a tile's codes
 PAGE = 512  # bytes of 128 × 4 scales
@@ -51,7 +52,7 @@ FLOOR = -10000.0  # octaves: no block's exponent is lower, so keys beyond the en
 # Offsets into dynamic shared memory.
 _Q_FULL, _Q_EMPTY, _S_FULL, _S_FREE, _P_FULL, _O_DONE = (16 * i for i in range(6))
 _KV_FULL, _KV_EMPTY = 128, 256
-_TENSOR_ADDRESS = 384
+_TENSOR_ADDRESS, _TABLE = 384, 388
 _P_PAGES = 1024
 _Q = 4096
 _KV = _Q + 2 * SLOT
@@ -79,6 +80,8 @@ class Options:
     out            "bf16" or "f16"
     lse, v_mean    whether the log-sum-exp is written, and channel means are added to the output
     slots          K and V tiles that shared memory holds
+    in_order       rely on the tensor core working in the order of issue, as NVIDIA's kernels do. Otherwise wait for each
+                   P V before the scores that overwrite its P: slower, and nothing beyond the PTX ISA
     """
 
     classifier: str = "affine"
@@ -93,6 +96,7 @@ class Options:
     lse: bool = False
     v_mean: bool = False
     slots: int = 12
+    in_order: bool = True
 
     @property
     def qk_record(self) -> int:
@@ -108,6 +112,27 @@ class Options:
     def shared_bytes(self) -> int:
         """Dynamic shared memory."""
         return _KV + self.slots * SLOT
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a softmax thread works, and what it keeps.
+
+    bank      its stage's bank in its lanes of tensor memory; O is 256 columns further
+    barriers  shared memory, moved so that its stage's barriers are at `_S_FULL`, `_S_FREE` …
+    page      its word of the scale page
+    lowest    score below which no block's largest counts
+    maps      pairs of equal floats: scale, and scale times the classifier's slopes
+    table     the doubled values of codes 0 to 3
+    """
+
+    lane: Int32
+    bank: Int32
+    barriers: Int32
+    page: Int32
+    lowest: Float32
+    maps: tuple[Int64, Int64, Int64]
+    table: Int32
 
 
 class Forward:
@@ -146,7 +171,7 @@ class Forward:
     ):
         self.kernel(
             q, k, v, out, lse, v_mean, batch_heads, heads, queries, keys, stride_b, stride_s, stride_h, scale, margin
-        ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), smem=self.o.shared_bytes, stream=stream)
+        ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), smem=self.o.shared_bytes, stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
     def kernel(
@@ -183,17 +208,22 @@ class Forward:
         tensor = ptx.load_shared(shared + _TENSOR_ADDRESS)
 
         if warp < SOFTMAX_WARPS:
+            cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
             self.softmax(
                 shared, tensor, thread, jobs, pairs, q_tiles, k_tiles, out, lse, v_mean, heads, queries, keys,
                 stride_b, stride_s, stride_h, scale, margin,
             )  # fmt: skip
+        else:
+            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
         if warp == MMA_WARP:
             with cute.arch.elect_one():
                 self.multiply(shared, tensor, jobs, k_tiles)
         if warp == LOAD_WARP:
             with cute.arch.elect_one():
                 self.load(shared, q, k, v, jobs, pairs, q_tiles, k_tiles)
+        ptx.fence_before()
         cute.arch.sync_threads()
+        ptx.fence_after()
         if warp == MMA_WARP:
             ptx.tmem_dealloc(tensor)
 
@@ -206,6 +236,8 @@ class Forward:
             ptx.barrier_init(shared + (_KV_FULL + 8 * slot), 1)
             ptx.barrier_init(shared + (_KV_EMPTY + 8 * slot), 1)
         ptx.barrier_init_fence()
+        # A constant that the compiler cannot see: it would move one it sees into a register again for every use.
+        ptx.store_shared(shared + _TABLE, Int32(0x03020100))
 
     # The load warp, one thread: for each job Q of both stages and K₀, then V₀ K₁ V₁ K₂ … through one ring of slots.
 
@@ -308,6 +340,8 @@ class Forward:
             ptx.wait(shared + (_S_FREE + 8), (count & 1) ^ 1)
         else:
             ptx.wait(shared + _S_FREE, count & 1)
+        if cutlass.const_expr(not self.o.in_order):
+            ptx.wait(shared + (_O_DONE + 8 * stage), (count & 1) ^ 1)
         ptx.fence_after()
         q_tile, k_tile = shared + (_Q + SLOT * stage), shared + _KV + SLOT * k_slot
         for page in cutlass.range_constexpr(pages):
@@ -371,90 +405,33 @@ class Forward:
         grid, _, _ = cute.arch.grid_dim()
         stage, row, lane = thread // 128, thread % 128, thread % 32
         lanes = (row // 32) << 21  # this warp's quarter of tensor memory
-        bank, accumulator = tensor + 128 * stage + lanes, tensor + 256 + 128 * stage + lanes
-        s_full, s_free = shared + _S_FULL + 8 * stage, shared + _S_FREE + 8 * stage
-        p_full, o_done = shared + _P_FULL + 8 * stage, shared + _O_DONE + 8 * stage
-        page = shared + _P_PAGES + 2 * PAGE * stage + (row % 32) * 16 + (row // 32) * 4
-        lowest = Float32(FLOOR) / scale
+        place = Place(
+            lane=lane,
+            bank=tensor + 128 * stage + ((row // 32) << 21),
+            barriers=shared + 8 * stage,
+            page=shared + _P_PAGES + 2 * PAGE * stage + (row % 32) * 16 + (row // 32) * 4,
+            lowest=Float32(FLOOR) / scale,
+            maps=tuple(ptx.twice(scale * a) for a in (1.0, self.o.A, self.o.A2)),
+            table=ptx.load_shared(shared + _TABLE),
+        )
         count = Int32(0)
         for job in cutlass.range(block, jobs, grid, unroll=1):
             total, reference, bias = Float32(0.0), Float32(0.0), Int32(0)
-            for tile in cutlass.range(k_tiles, unroll=1):
-                ptx.wait(s_full, count & 1)
-                ptx.fence_after()
-                scores = cute.make_rmem_tensor((128,), Float32)
-                loaded = ptx.tmem_load(bank, 128)
-                for i in cutlass.range_constexpr(128):
-                    scores[i] = loaded[i]
-                ptx.fence_before()
-                ptx.sync_warp()
-                if lane == 0:
-                    ptx.arrive(s_free)
-                left = keys - tile * ROWS
-                if left < ROWS:
-                    for i in cutlass.range_constexpr(128):
-                        if i >= left:
-                            scores[i] = Float32(MASKED)
-
-                tops = [self.largest(scores, block_, lowest) for block_ in range(4)]
-                top = ptx.max3(ptx.max3(tops[0], tops[1], tops[2]), tops[3], tops[3])
-                factor, changed = Float32(1.0), Int32(0)
-                if cutlass.const_expr(self.o.row_reference == "rowmax"):
-                    bias = Int32(TARGET)
-                    raised = top * scale
-                    if tile == 0:
-                        reference = raised
-                    if raised > reference:
-                        factor = ptx.exp2(reference - raised)
-                        reference = raised
-                        changed = Int32(1)
-                elif cutlass.const_expr(self.o.row_reference != "shiftless"):
-                    if tile == 0:
-                        first = tops[0] if self.o.row_reference == "anchor32" else top
-                        reference = first * scale + margin
-
-                # e + MAGIC for each block; its low bits are e.
-                floors = [ptx.add_down(ptx.fma(t, scale, DIRECT_ROUNDING - reference), Float32(MAGIC)) for t in tops]
-                exponents = [ptx.bits(f) - MAGIC_BITS for f in floors]
-                if cutlass.const_expr(self.o.row_reference != "rowmax"):
-                    highest = cutlass.max(
-                        cutlass.max(exponents[0], exponents[1]), cutlass.max(exponents[2], exponents[3])
-                    )
-                    if tile == 0:
-                        bias = TARGET - highest
-                    if highest + bias > CEILING:
-                        down = highest + bias - TARGET
-                        bias -= down
-                        factor = ptx.as_float((127 - cutlass.min(down, 126)) << 23)
-                        if down > 126:
-                            factor = Float32(0.0)  # what came before is less than 2^-126 of what comes now
-                        changed = Int32(1)
-                if ptx.any_lane(changed) != 0:
-                    total = total * factor
-                    self.rescale(accumulator, o_done, count, factor)
-
-                stored = [cutlass.max(e + bias, 1) for e in exponents]
-                words = []
-                for block_ in cutlass.range_constexpr(4):
-                    codes = self.codes(scores, block_, floors[block_] - MAGIC, reference, scale)
-                    words += codes
-                    weight = ptx.as_float(ptx.code_sum(codes, 0x4B000000)) - Float32(2**23)
-                    total = ptx.fma(ptx.as_float(stored[block_] << 23), weight, total)
-                total = ptx.fma(top, Float32(0.0), total)  # NaN and infinite scores must show
-                ptx.tmem_store(bank + _P_CODES, words)
-                ptx.store_shared(page, stored[0] | stored[1] << 8 | stored[2] << 16 | stored[3] << 24)
-                ptx.tmem_wait_store()
-                ptx.fence_before()
-                ptx.fence_async()
-                ptx.sync_warp()
-                if lane == 0:
-                    ptx.arrive(p_full)
+            for tile in cutlass.range(keys // ROWS, unroll=1):
+                total, reference, bias = self.tile(
+                    place, scale, margin, count, tile, Int32(ROWS), total, reference, bias, False
+                )
+                count += 1
+            if keys % ROWS != 0:
+                total, reference, bias = self.tile(
+                    place, scale, margin, count, keys // ROWS, keys % ROWS, total, reference, bias, True
+                )
                 count += 1
 
             head, pair = job // pairs, job % pairs
             q_tile = 2 * pair + stage
             position = q_tile * ROWS + row
-            ptx.wait(o_done, (count - 1) & 1)
+            ptx.wait(place.barriers + _O_DONE, (count - 1) & 1)
             ptx.fence_after()
             # V's grid is α·code/6, and the code sum counts halves: O = (Σ/6) / (total/2).
             inverse = ptx.reciprocal(total) * Float32(1 / 3)
@@ -463,7 +440,7 @@ class Forward:
                 + (Int64(head // heads) * stride_b + Int64(head % heads) * stride_h + Int64(position) * stride_s) * 2
             )
             for first in cutlass.range_constexpr(0, 128, 32):
-                part = ptx.tmem_load(accumulator + first, 32)
+                part = ptx.tmem_load(place.bank + 256 + first, 32)
                 if position < queries:
                     values = [x * inverse for x in part]
                     if cutlass.const_expr(self.o.v_mean):
@@ -482,6 +459,83 @@ class Forward:
                         lse + (Int64(head) * Int64(queries) + Int64(position)) * 4, octaves * Float32(math.log(2))
                     )
 
+    @cute.jit
+    def tile(
+        self,
+        place: Place,
+        scale: Float32,
+        margin: Float32,
+        count: Int32,
+        tile: Int32,
+        length: Int32,
+        total: Float32,
+        reference: Float32,
+        bias: Int32,
+        masked: cutlass.Constexpr,
+    ):
+        """One key tile of `length` keys: scores to codes, scales and their sum. Returns total, reference and bias."""
+        ptx.wait(place.barriers + _S_FULL, count & 1)
+        ptx.fence_after()
+        scores = ptx.tmem_load(place.bank, 128)
+        ptx.fence_before()
+        ptx.sync_warp()
+        if place.lane == 0:
+            ptx.arrive(place.barriers + _S_FREE)
+        if cutlass.const_expr(masked):
+            scores = [ptx.masked(scores[i], i, length, MASKED) for i in range(128)]
+
+        tops = [self.largest(scores, block, place.lowest) for block in range(4)]
+        top = ptx.max3(ptx.max3(tops[0], tops[1], tops[2]), tops[3], tops[3])
+        factor, changed = Float32(1.0), Int32(0)
+        if cutlass.const_expr(self.o.row_reference == "rowmax"):
+            bias = Int32(TARGET)
+            raised = top * scale
+            if tile == 0:
+                reference = raised
+            if raised > reference:
+                factor = ptx.exp2(reference - raised)
+                reference = raised
+                changed = Int32(1)
+        elif cutlass.const_expr(self.o.row_reference != "shiftless"):
+            if tile == 0:
+                reference = (tops[0] if self.o.row_reference == "anchor32" else top) * scale + margin
+
+        # e + MAGIC for each block; its low bits are e.
+        floors = [ptx.add_down(ptx.fma(t, scale, DIRECT_ROUNDING - reference), Float32(MAGIC)) for t in tops]
+        exponents = [ptx.bits(f) - MAGIC_BITS for f in floors]
+        if cutlass.const_expr(self.o.row_reference != "rowmax"):
+            highest = cutlass.max(cutlass.max(exponents[0], exponents[1]), cutlass.max(exponents[2], exponents[3]))
+            if tile == 0:
+                bias = TARGET - highest
+            if highest + bias > CEILING:
+                down = highest + bias - TARGET
+                bias -= down
+                factor = ptx.as_float((127 - cutlass.min(down, 126)) << 23)
+                if down > 126:
+                    factor = Float32(0.0)  # what came before is less than 2^-126 of what comes now
+                changed = Int32(1)
+        if ptx.any_lane(changed) != 0:
+            total = total * factor
+            self.rescale(place, count, factor)
+
+        stored = [cutlass.max(e + bias, 1) for e in exponents]
+        words = []
+        for block in cutlass.range_constexpr(4):
+            codes, codes_sum = self.codes(scores, block, floors[block] - MAGIC, reference, place)
+            words += codes
+            weight = ptx.as_float(codes_sum) - Float32(2**23)
+            total = ptx.fma(ptx.as_float(stored[block] << 23), weight, total)
+        total = ptx.fma(top, Float32(0.0), total)  # NaN and infinite scores must show
+        ptx.tmem_store(place.bank + _P_CODES, words)
+        ptx.store_shared(place.page, stored[0] | stored[1] << 8 | stored[2] << 16 | stored[3] << 24)
+        ptx.tmem_wait_store()
+        ptx.fence_before()
+        ptx.fence_async()
+        ptx.sync_warp()
+        if place.lane == 0:
+            ptx.arrive(place.barriers + _P_FULL)
+        return total, reference, bias
+
     def largest(self, scores: Any, block: int, lowest: Float32) -> Float32:
         """Of 32 scores and `lowest`, three at a time."""
         value = lowest
@@ -489,33 +543,43 @@ class Forward:
             value = ptx.max3(scores[i], scores[i + 1], value)
         return value
 
-    def codes(self, scores: Any, block: int, exponent: Float32, reference: Float32, scale: Float32) -> list[Int32]:
-        """The four words of a block's codes: E2M1(u(x)), x = score · scale − reference − exponent + log2 6."""
+    def codes(
+        self,
+        scores: list[Float32],
+        block: int,
+        exponent: Float32,
+        reference: Float32,
+        place: Place,
+    ) -> tuple[list[Int32], Int32]:
+        """The four words of a block's codes, and 2^23 + Σ 2q as the bits of a float.
+
+        Codes are E2M1(u(x)) with x = score · scale − reference − exponent + log2 6.
+        """
         o = self.o
         offset = Float32(LOG2_6) - reference
-        x = (ptx.twice(scale), ptx.twice(offset - exponent))
-        first = (ptx.twice(scale * o.A), ptx.twice(ptx.fma(exponent, Float32(-o.A), offset * o.A + o.B)))
-        words = []
+        first = (place.maps[1], ptx.twice(ptx.fma(exponent, Float32(-o.A), offset * o.A + o.B)))
+        maps = [*first]
+        if o.classifier == "two-piece":
+            maps += [place.maps[2], ptx.twice(ptx.fma(exponent, Float32(-o.A2), offset * o.A2 + o.B2))]
+        elif o.classifier != "affine":
+            maps += [place.maps[0], ptx.twice(offset - exponent)]
+        pairs = {"exp2": 0xFFFF, "mix": _mix_pairs(block, o.density)}.get(o.classifier)
+        words, sums = [], []
         for i in range(4):
             eight = [scores[32 * block + 8 * i + j] for j in range(8)]
-            if o.classifier == "affine":
-                words.append(ptx.codes_affine(eight, *first))
-            elif o.classifier == "two-piece":
-                second = (ptx.twice(scale * o.A2), ptx.twice(ptx.fma(exponent, Float32(-o.A2), offset * o.A2 + o.B2)))
-                words.append(ptx.codes_two_piece(eight, *first, *second))
-            else:
-                pairs = 0xFFFF if o.classifier == "exp2" else _mix_pairs(block, o.density)
-                words.append(ptx.codes_exp2(eight, pairs >> (4 * i) & 15, *x, *first))
-        return words
+            word, low, high = ptx.codes(eight, place.table, maps, None if pairs is None else pairs >> (4 * i) & 15)
+            words.append(word)
+            sums += [low, high]
+        return words, ptx.byte_sum(sums, 0x4B000000)
 
     @cute.jit
-    def rescale(self, accumulator: Int32, o_done: Int32, count: Int32, factor: Float32):
+    def rescale(self, place: Place, count: Int32, factor: Float32):
         """Multiply this warp's rows of O, after the P V before has been added. Seldom or never needed."""
-        ptx.wait(o_done, (count & 1) ^ 1)
+        ptx.wait(place.barriers + _O_DONE, (count & 1) ^ 1)
         ptx.fence_after()
         for first in cutlass.range_constexpr(0, 128, 32):
-            part = ptx.tmem_load(accumulator + first, 32)
-            ptx.tmem_store(accumulator + first, [x * factor for x in part])
+            part = ptx.tmem_load(place.bank + 256 + first, 32)
+            ptx.tmem_store(place.bank + 256 + first, [x * factor for x in part])
         ptx.tmem_wait_store()
         ptx.fence_before()
 

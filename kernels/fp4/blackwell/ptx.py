@@ -5,6 +5,7 @@ Addresses of shared and tensor memory are Int32, of global memory Int64. Section
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -313,6 +314,23 @@ def twice(x: Float32, *, loc: Any = None, ip: Any = None) -> Int64:
 
 
 @dsl_user_op
+def masked(x: Float32, index: int, length: Int32, value: float, *, loc: Any = None, ip: Any = None) -> Float32:
+    """x if index < length, else `value`. As a volatile statement it stays in its branch, which is seldom taken."""
+    return asm(
+        f"{{\n.reg .pred p;\nsetp.gt.s32 p, $2, {index};\nselp.f32 $0, $1, {float_text(value)}, p;\n}}",
+        [x, length],
+        [Float32],
+        loc=loc,
+        ip=ip,
+    )
+
+
+def float_text(value: float) -> str:
+    """A float32 constant as PTX writes it."""
+    return "0f" + struct.pack(">f", value).hex().upper()
+
+
+@dsl_user_op
 def any_lane(condition: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """1 in all lanes where `condition` is not 0 in one of them."""
     return asm(
@@ -330,77 +348,51 @@ def sync_warp(*, loc: Any = None, ip: Any = None) -> None:
     asm("bar.warp.sync -1;", loc=loc, ip=ip)
 
 
-def _pack(pairs: Sequence[str]) -> str:
-    """Eight floats a0…a7 that `pairs` put into registers → one word of E2M1 codes, negative ones 0, lowest first."""
-    lines = list(pairs)
-    for i in range(4):
-        lines.append(f"cvt.rn.satfinite.relu.e2m1x2.f32 b{i}, a{2 * i + 1}, a{2 * i};")
-    return "\n".join([*lines, "mov.b32 $0, {b0, b1, b2, b3};"])
-
-
-_REGISTERS = "{\n.reg .b8 b<4>;\n.reg .f32 a<8>, c<8>;\n.reg .b64 x<4>, y<4>;\n"
-
-
 @dsl_user_op
-def codes_affine(scores: Sequence[Float32], a: Int64, b: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
-    """E2M1(max(a·s + b, 0)) of eight scores; a and b are pairs of equal floats."""
-    lines = []
-    for i in range(4):
-        lines.append(f"mov.b64 x{i}, {{${2 * i + 1}, ${2 * i + 2}}};\nfma.rn.f32x2 x{i}, x{i}, $9, $10;")
-        lines.append(f"mov.b64 {{a{2 * i}, a{2 * i + 1}}}, x{i};")
-    return asm(f"{_REGISTERS}{_pack(lines)}\n}}", [*scores, a, b], [Int32], volatile=False, loc=loc, ip=ip)
-
-
-@dsl_user_op
-def codes_two_piece(
-    scores: Sequence[Float32], a: Int64, b: Int64, a2: Int64, b2: Int64, *, loc: Any = None, ip: Any = None
-) -> Int32:
-    """E2M1 of the larger of two affine maps of each score."""
-    lines = []
-    for i in range(4):
-        lines.append(f"mov.b64 x{i}, {{${2 * i + 1}, ${2 * i + 2}}};")
-        lines.append(f"fma.rn.f32x2 y{i}, x{i}, $11, $12;\nfma.rn.f32x2 x{i}, x{i}, $9, $10;")
-        lines.append(f"mov.b64 {{a{2 * i}, a{2 * i + 1}}}, x{i};\nmov.b64 {{c{2 * i}, c{2 * i + 1}}}, y{i};")
-        lines += [f"max.f32 a{j}, a{j}, c{j};" for j in (2 * i, 2 * i + 1)]
-    return asm(f"{_REGISTERS}{_pack(lines)}\n}}", [*scores, a, b, a2, b2], [Int32], volatile=False, loc=loc, ip=ip)
-
-
-@dsl_user_op
-def codes_exp2(
+def codes(
     scores: Sequence[Float32],
-    lanes: int,
-    a: Int64,
-    b: Int64,
-    a2: Int64,
-    b2: Int64,
+    table: Int32,
+    maps: Sequence[Int64],
+    exponentials: int | None,
     *,
     loc: Any = None,
     ip: Any = None,
-) -> Int32:
-    """E2M1 of 2^(a·s + b) where bit i/2 of `lanes` is set, of a2·s + b2 elsewhere."""
-    lines = []
+) -> list[Int32]:
+    """Eight scores → a word of E2M1 codes, the first lowest, and what its lower and upper four codes count.
+
+    table         0x03020100
+    maps          a₁, b₁ and perhaps a₂, b₂, each a pair of equal floats; u = a₁·s + b₁
+    exponentials  a bit for each pair of scores: u = 2^(a₂·s + b₂) there. None: a second map means the larger of both
+
+    Counts are bytes with the doubled values of the codes, 0 1 2 3 4 6 8 12: `prmt` looks up the four low nibbles of its
+    selector.
+    """
+    lines = ["{\n.reg .b8 q<4>;\n.reg .b32 upper;\n.reg .f32 u<8>, t<2>;\n.reg .b64 x, y;"]
+    names = [f"${3 + 9 + i}" for i in range(len(maps))]
     for i in range(4):
-        first, second = ("$9", "$10") if lanes >> i & 1 else ("$11", "$12")
-        lines.append(f"mov.b64 x{i}, {{${2 * i + 1}, ${2 * i + 2}}};\nfma.rn.f32x2 x{i}, x{i}, {first}, {second};")
-        lines.append(f"mov.b64 {{a{2 * i}, a{2 * i + 1}}}, x{i};")
-        if lanes >> i & 1:
-            lines += [f"ex2.approx.ftz.f32 a{j}, a{j};" for j in (2 * i, 2 * i + 1)]
-    return asm(f"{_REGISTERS}{_pack(lines)}\n}}", [*scores, a, b, a2, b2], [Int32], volatile=False, loc=loc, ip=ip)
+        first, second = f"u{2 * i}", f"u{2 * i + 1}"
+        lines.append(f"mov.b64 x, {{${3 + 2 * i}, ${4 + 2 * i}}};")
+        if exponentials is not None and exponentials >> i & 1:
+            lines.append(f"fma.rn.f32x2 y, x, {names[2]}, {names[3]};\nmov.b64 {{{first}, {second}}}, y;")
+            lines += [f"ex2.approx.ftz.f32 {u}, {u};" for u in (first, second)]
+        else:
+            lines.append(f"fma.rn.f32x2 y, x, {names[0]}, {names[1]};\nmov.b64 {{{first}, {second}}}, y;")
+            if exponentials is None and len(maps) == 4:
+                lines.append(f"fma.rn.f32x2 y, x, {names[2]}, {names[3]};\nmov.b64 {{t0, t1}}, y;")
+                lines.append(f"max.f32 {first}, {first}, t0;\nmax.f32 {second}, {second}, t1;")
+        lines.append(f"cvt.rn.satfinite.relu.e2m1x2.f32 q{i}, {second}, {first};")
+    lines.append("mov.b32 $0, {q0, q1, q2, q3};\nshr.u32 upper, $0, 16;")
+    lines += [f"prmt.b32 ${i + 1}, $11, 0x0C080604, {word};" for i, word in enumerate(("$0", "upper"))]
+    lines.append("}")
+    return asm("\n".join(lines), [*scores, table, *maps], [Int32] * 3, volatile=False, loc=loc, ip=ip)
 
 
 @dsl_user_op
-def code_sum(words: Sequence[Int32], start: int, *, loc: Any = None, ip: Any = None) -> Int32:
-    """start + Σ 2q over the codes of four words: their doubled values 0 1 2 3 4 6 8 12 looked up by `prmt`.
-
-    prmt reads the low four nibbles of its selector; a second look-up takes the word's upper half. Bytes reach 96.
-    """
-    lines = ["{\n.reg .b32 h<4>, l<8>;"]
-    for i in range(4):
-        lines.append(f"shr.u32 h{i}, ${i + 1}, 16;")
-        lines.append(f"prmt.b32 l{2 * i}, 0x03020100, 0x0C080604, ${i + 1};")
-        lines.append(f"prmt.b32 l{2 * i + 1}, 0x03020100, 0x0C080604, h{i};")
-    lines += [f"add.u32 l0, l0, l{i};" for i in range(1, 8)]
-    lines.append(f"dp4a.u32.u32 $0, l0, 0x01010101, {start};\n}}")
+def byte_sum(words: Sequence[Int32], start: int, *, loc: Any = None, ip: Any = None) -> Int32:
+    """start + the sum of all bytes of eight words whose bytes are at most 31."""
+    lines = ["{\n.reg .b32 s;\nadd.u32 s, $1, $2;"]
+    lines += [f"add.u32 s, s, ${i};" for i in range(3, len(words) + 1)]
+    lines.append(f"dp4a.u32.u32 $0, s, 0x01010101, {start};\n}}")
     return asm("\n".join(lines), list(words), [Int32], volatile=False, loc=loc, ip=ip)
 
 
