@@ -32,20 +32,22 @@ class Kernel:
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
+        self.codes: dict[bool, Code] = {}
 
     def error(self) -> float:
         """Relative L2 of the results as they are; NaN where a result is."""
         raise NotImplementedError
 
-    def rerun(self, *, seed: int | None = None, track: bool = False) -> float:
-        """Run it anew, translated anew, from the tensors of the launch; the error."""
+    def rerun(self, *, seed: int | None = None, track: bool = False, anew: bool = False) -> float:
+        """Run it from the tensors of the launch, `anew` translated; the error."""
         launch = self.launch
         for region, before in zip(launch.memory.regions, launch.before, strict=True):
             region.data[:] = before
         simulator = Simulator(seed=seed, track=track, limit=20_000)
         simulator.memory = launch.memory
-        code = Code(launch.code.kernel, tracked=track)
-        simulator.run(code, launch.grid, launch.params, launch.shared_bytes)
+        if anew or track not in self.codes:
+            self.codes[track] = Code(launch.code.kernel, tracked=track)
+        simulator.run(self.codes[track], launch.grid, launch.params, launch.shared_bytes)
         return self.error()
 
 
