@@ -121,6 +121,8 @@ class QuantizeQK:
     """
 
     THREADS = 128
+    BLOCKS = 4
+    CARVEOUT = 5
 
     def __init__(self, options: QuantizerOptions) -> None:
         self.options = options
@@ -143,7 +145,11 @@ class QuantizeQK:
     ):
         tiles = (tokens + (TILE - 1)) // TILE
         self.kernel(x, mean, records, batch_stride, token_stride, head_stride, tokens, heads).launch(
-            grid=(tiles * batch * heads, 1, 1), block=(self.THREADS, 1, 1), stream=stream
+            grid=(tiles * batch * heads, 1, 1),
+            block=(self.THREADS, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=self.BLOCKS,
+            preferred_smem_carveout=self.CARVEOUT,
         )
 
     @cute.kernel
@@ -199,12 +205,13 @@ class QuantizeQK:
         """16 dims and the 16 of the partner block, 64 dims on; zeros beyond the last token."""
         pairs = []
         for offset in (0, 16, 128, 144):
-            loaded = [ops.widen(word, self.half) for word in ops.load_16_bytes(address + offset, valid)]
+            words = ops.load_16_bytes(address + offset, valid)
             if self.options.mean:
-                subtract = [w for part in (0, 16) for w in ops.load_16_bytes(means + 2 * offset + part, valid)]
-                floats = [ops.as_float(word) for word in subtract]
-                loaded = [ops.subtract(pair, (floats[2 * i], floats[2 * i + 1])) for i, pair in enumerate(loaded)]
-            pairs += loaded
+                loaded = [w for part in (0, 16) for w in ops.load_16_bytes(means + 2 * offset + part, valid)]
+                floats = iter([ops.as_float(word) for word in loaded])
+                pairs += [tuple(ops.deviation(word, i, self.half, next(floats)) for i in range(2)) for word in words]
+            else:
+                pairs += [ops.widen(word, self.half) for word in words]
         return pairs
 
     @cute.jit
@@ -283,6 +290,8 @@ class QuantizeV:
     """
 
     THREADS = 256
+    BLOCKS = 3
+    CARVEOUT = 100
 
     def __init__(self, options: QuantizerOptions) -> None:
         self.options = options
@@ -304,7 +313,11 @@ class QuantizeV:
     ):
         tiles = (tokens + (TILE - 1)) // TILE
         self.kernel(x, mean, records, batch_stride, token_stride, head_stride, tokens, heads).launch(
-            grid=(tiles * batch * heads, 1, 1), block=(self.THREADS, 1, 1), stream=stream
+            grid=(tiles * batch * heads, 1, 1),
+            block=(self.THREADS, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=self.BLOCKS,
+            preferred_smem_carveout=self.CARVEOUT,
         )
 
     @cute.kernel
@@ -355,18 +368,23 @@ class QuantizeV:
         left = tokens - tile * TILE - 32 * block
         pages = []
         for which in cutlass.range_constexpr(2):
-            values = [ops.widen_half(word, which, self.half) for word in words]
             if cutlass.const_expr(self.options.mean):
-                values = [
-                    ops.select(left > key, ops.minus(value, means[which]), Float32(0))
-                    for key, value in enumerate(values)
-                ]
+                values = self.within([ops.deviation(word, which, self.half, means[which]) for word in words], left)
+            else:
+                values = [ops.widen_half(word, which, self.half) for word in words]
             pairs = list(zip(values[::2], values[1::2], strict=True))
             scale, codes = self.quantize(values, pairs)
             row = 2 * pair + which
             ops.store_16_bytes(record + _swizzled(row, 16 * block), codes)
             pages.append(scale)
         self.store_scales(record + CODE_BYTES, pair, block, pages)
+
+    @cute.jit
+    def within(self, values, left):
+        """The values, 0 from place `left` on: beyond the last token there is no mean to subtract."""
+        if left < 32:
+            values = [ops.select(left > key, value, Float32(0)) for key, value in enumerate(values)]
+        return values
 
     def quantize(self, values, pairs):
         """Scale bytes of 32 keys (one, or two in bits 0-7 and 8-15), and their codes."""

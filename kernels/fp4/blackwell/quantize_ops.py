@@ -34,9 +34,9 @@ def load_16_bytes(address: Int64, valid: Any) -> list[Uint32]:
     """Four words from global memory, zeros unless `valid`."""
     return list(
         _asm(
-            "{\n.reg .pred p;\nsetp.ne.s32 p, {$r1}, 0;\n"
-            "@p ld.global.nc.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];\n"
-            "@!p mov.b32 {$w0}, 0;\n@!p mov.b32 {$w1}, 0;\n@!p mov.b32 {$w2}, 0;\n@!p mov.b32 {$w3}, 0;\n}",
+            "{\n.reg .pred p;\n.reg .b64 a;\nmov.b64 a, {$r0};\nsetp.ne.s32 p, {$r1}, 0;\n"
+            "mov.b32 {$w0}, 0;\nmov.b32 {$w1}, 0;\nmov.b32 {$w2}, 0;\nmov.b32 {$w3}, 0;\n"
+            "@p ld.global.nc.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [a];\n}",
             [Uint32] * 4,
             address,
             Int32(valid),
@@ -88,10 +88,6 @@ def add(a: Pair, b: Pair) -> Pair:
     return cute.arch.add_packed_f32x2(a, b, rnd="rn", ftz=False)
 
 
-def subtract(a: Pair, b: Pair) -> Pair:
-    return cute.arch.sub_packed_f32x2(a, b, rnd="rn", ftz=False)
-
-
 def fma(a: Pair, b: Pair, c: Pair) -> Pair:
     return cute.arch.fma_packed_f32x2(a, b, c, rnd="rn", ftz=False)
 
@@ -115,16 +111,19 @@ def widen_half(word: Uint32, which: int, half: bool) -> Float32:
     return _asm(code, [Float32], word)
 
 
+def deviation(word: Uint32, which: int, half: bool, mean: Float32) -> Float32:
+    """`widen_half` minus `mean`, in one instruction of mixed precision."""
+    kind = "f16" if half else "bf16"
+    code = f"{{\n.reg .b16 l, h;\nmov.b32 {{l, h}}, {{$r0}};\nsub.rn.f32.{kind} {{$w0}}, {'lh'[which]}, {{$r1}};\n}}"
+    return _asm(code, [Float32], word, mean)
+
+
 def as_float(word: Uint32) -> Float32:
     return _asm("mov.b32 {$w0}, {$r0};", [Float32], word)
 
 
 def as_word(value: Float32) -> Uint32:
     return _asm("mov.b32 {$w0}, {$r0};", [Uint32], value)
-
-
-def minus(a: Float32, b: Float32) -> Float32:
-    return _asm("sub.rn.f32 {$w0}, {$r0}, {$r1};", [Float32], a, b)
 
 
 def select(condition: Any, yes: Any, no: Any) -> Any:
