@@ -28,6 +28,15 @@ def mixed_fma(b: Block, ins: Instruction, rounding: str, sat: str, kind: str) ->
     b.store(ins.operands[0], "f32", f"fma_f32({first}, {second}, {addend}, {rounding!r}, False, {bool(sat)})")
 
 
+@op(f"add {_ROUNDING} .sat? .f32 .f16|bf16", f"sub {_ROUNDING} .sat? .f32 .f16|bf16")
+def mixed_sum(b: Block, ins: Instruction, rounding: str, sat: str, kind: str) -> None:
+    """PTX ISA, mixed precision add and sub: the first operand is 16 bits wide."""
+    first, second = f"from_{kind}({b.read(ins.operands[1], 'b16')})", b.read(ins.operands[2], "f32")
+    b.store(
+        ins.operands[0], "f32", f"{ins.opcode[:3]}_f32({first}, {second}, {(rounding or 'rn')!r}, False, {bool(sat)})"
+    )
+
+
 @op("mad .rn|rz|rm|rp .ftz? .sat? .f32")
 def mad(b: Block, ins: Instruction, rounding: str, ftz: str, sat: str) -> None:
     """The same as fma from sm_20 on."""
