@@ -9,6 +9,7 @@ with simulator.device("sm_100a", seed=3, track=True) as gpu:
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import time
 from types import TracebackType
@@ -166,7 +167,7 @@ def storage(tensor: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
         while isinstance(root.base, np.ndarray):
             root = root.base
         low, high = np.lib.array_utils.byte_bounds(root)
-        memory = (np.ctypeslib.ctypes.c_uint8 * (high - low)).from_address(low)
+        memory = (ctypes.c_uint8 * (high - low)).from_address(low)
         memory.owner = tensor
         view = np.ndarray((high - low,), np.uint8, buffer=memory)
         view.flags.writeable = root.flags.writeable
@@ -176,7 +177,7 @@ def storage(tensor: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     whole = tensor.untyped_storage()
     if not whole.nbytes():
         return np.zeros(0, np.uint8)
-    buffer = (np.ctypeslib.ctypes.c_uint8 * whole.nbytes()).from_address(whole.data_ptr())
+    buffer = (ctypes.c_uint8 * whole.nbytes()).from_address(whole.data_ptr())
     buffer.owner = tensor
     return np.ndarray((whole.nbytes(),), np.uint8, buffer=buffer)
 

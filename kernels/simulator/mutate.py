@@ -24,6 +24,7 @@ doubled              the same, and dropping it together with `partner`, which is
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -169,6 +170,7 @@ class Experiment:
         self.notes = Notes()
         self.executed = [0] * len(code.kernel.blocks)
         self.after: list[Bytes] = []
+        self.trials = 0
         turns = 0
         for number, seed in enumerate(self.seeds):
             after, ctas = self._original(number, seed, self.notes)
@@ -270,6 +272,9 @@ class Experiment:
         return after, ctas
 
     def _mutant(self, seed: int | None) -> str | None:
+        self.trials += 1
+        if self.trials % 25 == 0:  # a CTA is a cycle of few objects and many bytes: left alone, it stays for long
+            gc.collect()
         try:
             for _ in self._ctas(seed, self.limit, CTA):
                 pass

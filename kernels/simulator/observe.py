@@ -50,7 +50,6 @@ class Accesses:
     def __init__(self) -> None:
         self.places: defaultdict[int, defaultdict[int, list[Access]]] = defaultdict(lambda: defaultdict(list))
         self.count = 0
-        self.held: dict[tuple[int, int], list[Access]] = {}  # what the muted line was to tell of
         self.unordered: set[int] = set()  # lines of accesses that are not ordered after one of those
 
 
@@ -61,6 +60,7 @@ class WatchedShadow(Shadow):
         super().__init__(judge, len(old.writer), old.tensor)
         self.accesses = accesses
         self.latest: NDArray[np.float64] = np.zeros(len(old.writer))  # number of the latest access of each granule
+        self.held: dict[tuple[int, bool], Clock] = {}  # agent, write? -> per granule, the last time that is held back
 
     def read(self, agent: int, time: int, known: Clock, where: Where, line: int, *rest: Any, **more: Any) -> None:
         self._check(agent, known, None, where, line)
@@ -89,14 +89,15 @@ class WatchedShadow(Shadow):
 
     def _check(self, agent: int, after_write: Clock, after_read: Clock | None, where: Where, line: int) -> None:
         """Whether an access is ordered after those that are held back. Two reads need no order."""
-        for (other, time), accesses in self.accesses.held.items():
-            for one in accesses:
-                known = after_write if one.write else after_read
-                if one.shadow is self and other != agent and known is not None and known[other] < time:
-                    touched = np.zeros(len(self.latest), bool)
-                    touched[one.where] = True
-                    if touched[where].any():
-                        self.accesses.unordered.add(line)
+        for (other, write), times in self.held.items():
+            known = after_write if write else after_read
+            if other != agent and known is not None and (times[where] > known[other]).any():
+                self.accesses.unordered.add(line)
+
+    def hold(self, agent: int, time: int, where: Where, write: bool) -> None:
+        """An access that the muted line was to tell of."""
+        times = self.held.setdefault((agent, write), np.zeros(len(self.latest), np.int32))
+        times[where] = np.maximum(times[where], time)
 
 
 class Observed(CTA):
@@ -130,8 +131,8 @@ class Observed(CTA):
                 if low < time <= high and (row != FENCED or any(one.write for one in places)):
                     told = True
                     self.told.setdefault((line, agent, time), self.accesses.count)
-                    if line == self.mute:
-                        self.accesses.held[agent, time] = places
+                    for one in places if line == self.mute else ():
+                        one.shadow.hold(agent, time, one.where, one.write)
         if told:
             self.notes.told.add(line)
         if line == self.mute:
