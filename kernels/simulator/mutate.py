@@ -195,7 +195,7 @@ class Experiment:
                     yield Site(index, position, kind or "", ins, source or None)
 
     def run(self, sites: Iterable[Site] | None = None, *, pairs: bool = True) -> list[Verdict]:
-        """A verdict for each site (None: all). `pairs`: also try in pairs what is ordered otherwise or has no reason."""
+        """A verdict for each site (None: all). `pairs`: try in pairs what is ordered otherwise or has no reason."""
         verdicts = [self.verdict(site) for site in (self.sites() if sites is None else sites)]
         if pairs:
             verdicts = [v if v.caught else self._paired(v, verdicts) for v in verdicts]
