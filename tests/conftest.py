@@ -24,6 +24,7 @@ _HELPERS = (
     "simulator/effects.py",
     "simulator/asynchronous.py",
     "simulator/tensors.py",
+    "simulator/tensor_core.py",
     "simulator/handwritten.py",
     "simulator/proof.py",
 )

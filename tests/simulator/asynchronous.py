@@ -13,6 +13,9 @@ from programs import kernel
 START = "setp.eq.u32 %p0, %thread, 0;"
 
 
+MORE = ("shared.b64", "relaxed.cta.shared::cta.b64", "relaxed.cluster.shared::cluster.b64", "b64")
+
+
 def wait(address: str, parity: int | str, name: str, opcode: str = "mbarrier.try_wait.parity.shared.b64") -> str:
     return f"{name}: {opcode} %p31, [{address}], {parity};\n@!%p31 bra {name};"
 
@@ -79,15 +82,10 @@ def mbarriers() -> Program:
         ("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%r7], 16", 128),
         ("@%p1 mbarrier.arrive.shared.b64 %d9, [%r7]", 64),
         ("@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r7], 32", 64),
+        ("mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [%r7], 16", 128),
     ]
-    waits = [
-        "shared.b64",
-        "shared::cta.b64",
-        "acquire.cta.shared::cta.b64",
-        "acquire.cluster.shared.b64",
-        "b64",
-        "shared.b64",
-    ]
+    waits = ["shared.b64", "shared::cta.b64", "acquire.cta.shared::cta.b64", "acquire.cluster.shared.b64", "b64"]
+    waits += ["shared.b64", "acquire.cta.b64"]
     body = [
         START,
         "shl.b32 %r0, %thread, 2;",
@@ -103,9 +101,10 @@ def mbarriers() -> Program:
     ]
     body += ["add.u32 %r7, %r3, 512;", "cvt.u64.u32 %d7, %r7;", "cvta.shared.u64 %d7, %d7;", "mov.b32 %r10, 2;"]
     body += ["and.b32 %r11, %thread, 1;", "setp.eq.u32 %p1, %r11, 0;", "add.u32 %r12, %r7, 32;", "mov.b64 %d5, 0;"]
+    forms = iter(MORE)
     places = ["shared.b64 [%r7]", "shared::cta.b64 [%r7]", "b64 [%d7]"]
     for step, (arrive, count) in enumerate(arrivals):
-        place, kind = places[step % 3], waits[step % 6]
+        place, kind = places[step % 3], waits[step % 7]
         expects = "expect_tx" in arrive
         body += [
             f"@%p0 mbarrier.init.{place}, {count + expects};",
@@ -114,9 +113,9 @@ def mbarriers() -> Program:
         ]
         body += [f"mad.lo.u32 %r4, %thread, 100, {step};", "st.shared.b32 [%r1], %r4;", f"{arrive};"]
         if expects:  # the bytes that all of them wait for
-            form = ("shared::cta", "shared::cluster", "shared::cta")[step % 3]
+            form = ("shared::cta", "shared::cluster")[step % 2]
             hint = (".L2::cache_hint", ", %d5") if step % 2 else ("", "")
-            more = ("shared.b64", "relaxed.cta.shared::cta.b64", "b64")[step % 3]
+            more = next(forms)
             where = "%d7" if more == "b64" else "%r7"
             body += [f"@!%p0 bra ISSUED{step};", f"mbarrier.expect_tx.{more} [{where}], 64;"]
             body += [

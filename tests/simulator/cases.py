@@ -518,6 +518,15 @@ def float_cases() -> Iterator[Case]:
         for magnitude in ("", ".abs"):
             truth = extreme(name, ftz, nan, magnitude, "")
             yield Case(f"{name}{ftz}{nan}{magnitude}.f32", ("f32",), ("f32",) * 3, truth)
+    for kind, mode, sat in itertools.product(("f16", "bf16"), ROUNDINGS, ("", ".sat")):
+        for name in ("add", "sub"):
+            rounding = "" if (mode, kind) == ("rn", "f16") else f".{mode}"
+            truth = exactly(name, mode, False, bool(sat))
+            mixed = lambda a, b, f=truth, k=kind: f(shown(a, k), b)  # noqa: E731
+            yield Case(f"{name}{rounding}{sat}.f32.{kind}", ("f32",), (kind, "f32"), mixed)
+        truth = exactly("fma", mode, False, bool(sat))
+        mixed = lambda a, b, c, f=truth, k=kind: f(shown(a, k), shown(b, k), c)  # noqa: E731
+        yield Case(f"fma.{mode}{sat}.f32.{kind}", ("f32",), (kind, kind, "f32"), mixed)
     for ftz in ("", ".ftz"):
         cut = flushed if ftz else float
         yield Case(f"neg{ftz}.f32", ("f32",), ("f32",), lambda x, cut=cut: -cut(x))

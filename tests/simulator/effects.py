@@ -201,7 +201,7 @@ def bits_of(value: Any, kind: str) -> int:
     return int(value.view(f"u{size}")) if kind[0] == "f" else value & (1 << 8 * size) - 1
 
 
-def atomics(space: str) -> Program:
+def atomics(space: str, shift: int) -> Program:
     """Lanes of one warp fall upon four places, some of them not taking part; old values and what is left."""
     modifiers = ["", ".relaxed.cta", ".acquire.cluster", ".release.gpu", ".acq_rel.sys"]
     part = {"shared": ".shared", "shared::cta": ".shared::cta", "global": ".global"}.get(space, "")
@@ -217,7 +217,7 @@ def atomics(space: str) -> Program:
     listed = [(opcode, how, kind) for opcode, (how, kind) in listed if (opcode, how) != ("red", "exch")]
     starts, values = np.zeros((len(listed), 4), U64), np.zeros((len(listed), 32), U64)
     for slot, (opcode, how, kind) in enumerate(listed):
-        order = modifiers[slot % 5]
+        order = modifiers[(slot + shift) % 5]
         if opcode == "red":
             order = order.replace("acq_rel", "release").replace("acquire", "relaxed")
         if kind[0] == "f":
@@ -395,7 +395,9 @@ def warps() -> Program:
     for context, guard in enumerate(("", "@%p0", "@!%p0")):
         for slot in range(len(listed)):
             body += one(slot, context, guard)
-    body += ["@%p0 bra ODD;"] + [line for slot in range(len(listed)) for line in one(slot, 4)] + ["bra JOIN;", "ODD:"]
+    body += (
+        ["@%p0 bra ODD;"] + [line for slot in range(len(listed)) for line in one(slot, 4)] + ["bra.uni JOIN;", "ODD:"]
+    )
     body += [line for slot in range(len(listed)) for line in one(slot, 3)] + ["JOIN:"]
     # Even lanes go round once, odd ones twice: the second time, these are alone.
     body += ["mov.b32 %r20, 0;", "LOOP:"] + [line for slot in range(len(listed)) for line in one(slot, 5)]
@@ -431,8 +433,8 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
         for s in ("shared", "shared::cta", "shared::cluster", "global", "generic shared", "generic global")
     },
     **{
-        f"atomics, {s}": (lambda s=s: atomics(s))
-        for s in ("shared", "shared::cta", "global", "generic shared", "generic global")
+        f"atomics, {s}": (lambda s=s, i=i: atomics(s, i))
+        for i, s in enumerate(("shared", "shared::cta", "global", "generic shared", "generic global"))
     },
     "parameters": parameters,
     "lanes of a warp": warps,

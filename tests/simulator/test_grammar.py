@@ -6,10 +6,16 @@ import itertools
 from collections.abc import Iterator
 from functools import cache
 
+import asynchronous
+import cases
+import effects
 import programs
 import pytest
+import tensor_core
+import tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lanes import Batch, batches
 
 from wanfp4.simulator import grammar, ops
 from wanfp4.simulator.findings import UnknownInstruction
@@ -208,3 +214,32 @@ def test_what_is_not_modelled_is_refused_with_line_and_text(line):
 
 def opcodes(texts: list[str]) -> set[str]:
     return {ins.opcode for text in texts for ins in read_kernels(text)["k"].instructions}
+
+
+def all_texts() -> list[str]:
+    """Every test program that is run against a truth, and fails when one of its instructions is never reached."""
+    texts = [Batch(batch).text for make in cases.FAMILIES.values() for batch in batches(make())]
+    texts += [make().text for make in (*effects.PROGRAMS.values(), *asynchronous.PROGRAMS.values())]
+    texts += [*tensors.LOADS.values(), *tensors.STORES.values(), *tensors.REDUCTIONS.values()]
+    return [*texts, tensor_core.copies().text, *(tensor_core.product(p).text for p in tensor_core.PRODUCTS)]
+
+
+def test_every_pattern_and_every_choice_in_it_runs_in_a_program():
+    """A pattern that no program exercises, or a modifier, is a promise that nothing keeps."""
+    seen = {pattern: [set() for _ in parts(pattern)] for _, pattern in PATTERNS}
+    for opcode in opcodes(all_texts()):
+        rule, _ = grammar.find(instruction(opcode))
+        rest = tuple(opcode.split("."))
+        for index, (choices, optional) in enumerate(parts(rule.pattern)):
+            fits = [c for c in [*choices, *([()] if optional else [])] if rest[: len(c)] == c]
+            fits = [c for c in fits if accepts(rule.pattern, rest[len(c) :], index + 1)]
+            seen[rule.pattern][index].add(fits[0])
+            rest = rest[len(fits[0]) :]
+    missing = [
+        f"{pattern}: {'.'.join(choice) or 'without ' + str(choices)}"
+        for pattern, found in seen.items()
+        for (choices, optional), have in zip(parts(pattern), found, strict=True)
+        for choice in [*choices, *([()] if optional else [])]
+        if choice not in have
+    ]
+    assert not missing, f"{len(missing)} choices in no program:\n" + "\n".join(missing)

@@ -6,8 +6,8 @@ from wanfp4.simulator.grammar import op
 from wanfp4.simulator.ptx import Instruction
 from wanfp4.simulator.translate import Block
 
-_SHARED = ".shared|shared::cta|shared::cluster?"
-_SEMANTICS = ".release|relaxed|acquire? .cta|cluster?"
+_OWN, _SHARED = ".shared|shared::cta?", ".shared|shared::cta|shared::cluster?"
+_SCOPE = ".cta|cluster?"
 
 
 @op("bar.sync", "barrier.sync .aligned?", "barrier.cta.sync .aligned?", "bar.cta.sync", targets=0, effects=True)
@@ -23,19 +23,19 @@ def bar_arrive(b: Block, ins: Instruction, aligned: str = "") -> None:
     b.emit(f"w.cta.bar(w, {b.uniform(ins.operands[0], 'u32')}, {b.uniform(ins.operands[1], 'u32')}, False)")
 
 
-@op(f"mbarrier.init {_SHARED} .b64", targets=0, effects=True)
+@op(f"mbarrier.init {_OWN} .b64", targets=0, effects=True)
 def mbarrier_init(b: Block, ins: Instruction, space: str) -> None:
     b.emit(f"one({b.mask})")
     b.emit(f"w.cta.mbarrier_init(w, {b.lead(b.address(ins.operands[0]))}, {b.uniform(ins.operands[1], 'u32')})")
 
 
-@op(f"mbarrier.inval {_SHARED} .b64", targets=0, effects=True)
+@op(f"mbarrier.inval {_OWN} .b64", targets=0, effects=True)
 def mbarrier_inval(b: Block, ins: Instruction, space: str) -> None:
     b.emit(f"one({b.mask})")
     b.emit(f"w.cta.mbarrier_inval(w, {b.lead(b.address(ins.operands[0]))})")
 
 
-@op(f"mbarrier.arrive .expect_tx? {_SEMANTICS} {_SHARED} .b64", uses=False, effects=True)
+@op(f"mbarrier.arrive .expect_tx? .release|relaxed? {_SCOPE} {_SHARED} .b64", uses=False, effects=True)
 def mbarrier_arrive(b: Block, ins: Instruction, expect: str, *parts: str) -> None:
     """Every active lane arrives, each with its count. The state that it returns is not modelled: it stays undefined."""
     operands = ins.operands if not str(ins.operands[0]).startswith("[") else ("_", *ins.operands)
@@ -54,15 +54,15 @@ def mbarrier_arrive(b: Block, ins: Instruction, expect: str, *parts: str) -> Non
     b.emit(f" for x in a{f'[{b.mask}]' if b.mask else ''}.tolist(): w.cta.arrive(w, x, {counts})")
 
 
-@op(f"mbarrier.expect_tx {_SEMANTICS} {_SHARED} .b64", targets=0, effects=True)
+@op(f"mbarrier.expect_tx .relaxed? {_SCOPE} {_SHARED} .b64", targets=0, effects=True)
 def mbarrier_expect(b: Block, ins: Instruction, *parts: str) -> None:
     b.emit(f"one({b.mask})")
     b.emit(f"w.cta.expect_tx(w, {b.lead(b.address(ins.operands[0]))}, {b.uniform(ins.operands[1], 'u32')})")
 
 
 @op(
-    f"mbarrier.try_wait .parity {_SEMANTICS} {_SHARED} .b64",
-    f"mbarrier.test_wait .parity {_SEMANTICS} {_SHARED} .b64",
+    f"mbarrier.try_wait .parity .acquire|relaxed? {_SCOPE} {_OWN} .b64",
+    f"mbarrier.test_wait .parity .acquire|relaxed? {_SCOPE} {_OWN} .b64",
     effects=True,
 )
 def mbarrier_wait(b: Block, ins: Instruction, *parts: str) -> None:

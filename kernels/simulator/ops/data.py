@@ -101,7 +101,7 @@ def shift(b: Block, ins: Instruction, kind: str) -> None:
     b.store(target, kind, f"{name}({b.read(value, kind)}, {b.read(count, 'u32')})", poison)
 
 
-@op("cvta .to? .shared|global|param|local|const .u64", uses=False)
+@op("cvta .to? .shared|global|param .u64", uses=False)
 def cvta(b: Block, ins: Instruction, to: str, space: str) -> None:
     """Generic addresses of shared memory lie in a window of their own; global ones are what they are."""
     text = b.read(ins.operands[1], "u64")

@@ -30,10 +30,8 @@ def relinquish(b: Block, ins: Instruction) -> None:
 _COUNTS = ".x1|x2|x4|x8|x16|x32|x64|x128"
 
 
-@op(f"tcgen05.ld .sync .aligned .32x32b {_COUNTS} .pack::16b? .b32", uses=False, effects=True)
-def ld(b: Block, ins: Instruction, count: str, packed: str) -> None:
-    if packed:
-        raise ValueError("pack::16b is not modelled")
+@op(f"tcgen05.ld .sync .aligned .32x32b {_COUNTS} .b32", uses=False, effects=True)
+def ld(b: Block, ins: Instruction, count: str) -> None:
     registers = _list(ins.operands[0], count)
     b.use(ins.operands[1])
     b.emit(f"whole({b.mask})")
@@ -45,10 +43,8 @@ def ld(b: Block, ins: Instruction, count: str, packed: str) -> None:
         b.clean.difference_update(slots)
 
 
-@op(f"tcgen05.st .sync .aligned .32x32b {_COUNTS} .unpack::16b? .b32", targets=0, uses=False, effects=True)
-def st(b: Block, ins: Instruction, count: str, unpacked: str) -> None:
-    if unpacked:
-        raise ValueError("unpack::16b is not modelled")
+@op(f"tcgen05.st .sync .aligned .32x32b {_COUNTS} .b32", targets=0, uses=False, effects=True)
+def st(b: Block, ins: Instruction, count: str) -> None:
     registers = _list(ins.operands[1], count)
     b.use(ins.operands[0])
     b.emit(f"whole({b.mask})")
