@@ -125,6 +125,12 @@ def store_shared(address: Int32, value: Any, *, loc: Any = None, ip: Any = None)
 
 
 @dsl_user_op
+def load_global(address: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
+    """A 32-bit word."""
+    return asm("ld.global.b32 $0, [$1];", [address], [Int32], loc=loc, ip=ip)
+
+
+@dsl_user_op
 def load_global4(address: Int64, *, loc: Any = None, ip: Any = None) -> list[Float32]:
     """Four floats at a 16-byte aligned address."""
     return asm("ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", [address], [Float32] * 4, loc=loc, ip=ip)
@@ -394,6 +400,26 @@ def byte_sum(words: Sequence[Int32], start: int, *, loc: Any = None, ip: Any = N
     lines += [f"add.u32 s, s, ${i};" for i in range(3, len(words) + 1)]
     lines.append(f"dp4a.u32.u32 $0, s, 0x01010101, {start};\n}}")
     return asm("\n".join(lines), list(words), [Int32], volatile=False, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def pack_scales(scales: Sequence[Float32], *, loc: Any = None, ip: Any = None) -> Int32:
+    """Four floats, none negative, as UE4M3 bytes of a word, the first lowest."""
+    text = (
+        "{\n.reg .b16 a, b;\ncvt.rn.satfinite.e4m3x2.f32 a, $2, $1;\ncvt.rn.satfinite.e4m3x2.f32 b, $4, $3;\n"
+        "mov.b32 $0, {a, b};\n}"
+    )
+    return asm(text, list(scales), [Int32], volatile=False, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def unpack_scales(word: Int32, *, loc: Any = None, ip: Any = None) -> list[Float32]:
+    """The four floats that a word of UE4M3 bytes stands for."""
+    lines = ["{\n.reg .b16 a, b, h<4>;\n.reg .b32 x, y;\nmov.b32 {a, b}, $4;"]
+    lines.append("cvt.rn.f16x2.e4m3x2 x, a;\ncvt.rn.f16x2.e4m3x2 y, b;")
+    lines.append("mov.b32 {h0, h1}, x;\nmov.b32 {h2, h3}, y;")
+    lines += [f"cvt.f32.f16 ${i}, h{i};" for i in range(4)]
+    return asm("\n".join([*lines, "}"]), [word], [Float32] * 4, volatile=False, loc=loc, ip=ip)
 
 
 @dsl_user_op
