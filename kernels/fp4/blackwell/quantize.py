@@ -10,7 +10,8 @@ A record holds a tile of 128 tokens of one head: 8192 bytes of E2M1 codes, then 
 * Tokens beyond S have codes 0, and scale bytes 0 where a block has no other tokens.
 
 Codes and scales are those of `wanfp4.kernels.formats`, bit for bit. With `anchor` keys stand in the order of
-`reference.key_order`, computed here; with `mean` a float32 mean [B·H, 128] over the tokens is subtracted first.
+`reference.key_order`, computed here (with `guarded` only if a flag in device memory is set); with `mean` a float32 mean
+[B·H, 128] over the tokens is subtracted first.
 
 `compile_quantizer` and `compile_mean` make functions, `launch_quantizer` and `launch_mean` call them; `quantize` and
 `token_mean` do both and keep what they compiled. Every length, stride and count is a run-time value.
@@ -47,6 +48,7 @@ class QuantizerOptions:
     dtype    torch.bfloat16 or torch.float16.
     anchor   0, or the 32 or 128 sampled tokens that come first (keys and values of the anchor policies).
     mean     a mean is subtracted.
+    guarded  they come first only if an int32 flag in device memory is not 0 (see `wanfp4.kernels.blackwell.guard`).
 
     Raises UnsupportedInputError for anything else.
     """
@@ -56,6 +58,7 @@ class QuantizerOptions:
     dtype: torch.dtype
     anchor: int = 0
     mean: bool = False
+    guarded: bool = False
 
     def __post_init__(self) -> None:
         formats = {"qk": ("nvfp4", "nvfp4-folded"), "v": ("mxfp4-direct", "nvfp4")}
@@ -70,6 +73,8 @@ class QuantizerOptions:
             raise UnsupportedInputError(f"the SM100 quantiser reads torch.bfloat16 and torch.float16, not {self.dtype}")
         if self.anchor not in (0, 32, 128):
             raise UnsupportedInputError(f"anchor is {self.anchor}; the SM100 quantiser knows 0, 32 and 128")
+        if self.guarded and not self.anchor:
+            raise UnsupportedInputError("guarded says when anchors come first; anchor is 0, and 32 or 128 is needed")
 
     @property
     def pages(self) -> int:
@@ -98,6 +103,18 @@ def _physical_token(place: Int32, tokens: Int32, anchors: cutlass.Constexpr[int]
             other, others = Uint64(place - anchors), Uint64(tokens - anchors)
             before = ((anchors - 1) * (2 * other + 1) + 2 * others - 1) // (2 * others)
             token = Int32(other + before)
+    return token
+
+
+@cute.jit
+def _ordered_token(place: Int32, tokens: Int32, flag: Int64, options: cutlass.Constexpr):
+    """The token at a physical place under an anchor that may depend on a flag."""
+    token = place
+    if cutlass.const_expr(options.guarded):
+        if ops.load_int(flag) != 0:
+            token = _physical_token(place, tokens, options.anchor)
+    else:
+        token = _physical_token(place, tokens, options.anchor)
     return token
 
 
@@ -138,13 +155,14 @@ class QuantizeQK:
         batch_stride: Int64,
         token_stride: Int64,
         head_stride: Int64,
+        flag: Int64,
         batch: Int32,
         tokens: Int32,
         heads: Int32,
         stream: driver.CUstream,
     ):
         tiles = (tokens + (TILE - 1)) // TILE
-        self.kernel(x, mean, records, batch_stride, token_stride, head_stride, tokens, heads).launch(
+        self.kernel(x, mean, records, batch_stride, token_stride, head_stride, flag, tokens, heads).launch(
             grid=(tiles * batch * heads, 1, 1),
             block=(self.THREADS, 1, 1),
             stream=stream,
@@ -161,6 +179,7 @@ class QuantizeQK:
         batch_stride: Int64,
         token_stride: Int64,
         head_stride: Int64,
+        flag: Int64,
         tokens: Int32,
         heads: Int32,
     ):
@@ -174,7 +193,7 @@ class QuantizeQK:
         first_row = thread >> 2
         if cutlass.const_expr(self.options.anchor):
             order = cute.make_tensor(cute.arch.alloc_smem(Int32, TILE), cute.make_layout(TILE))
-            order[thread] = _physical_token(tile * TILE + thread, tokens, self.options.anchor)
+            order[thread] = _ordered_token(tile * TILE + thread, tokens, flag, self.options)
             cute.arch.sync_threads()
 
         page = Uint32(0)
@@ -306,13 +325,14 @@ class QuantizeV:
         batch_stride: Int64,
         token_stride: Int64,
         head_stride: Int64,
+        flag: Int64,
         batch: Int32,
         tokens: Int32,
         heads: Int32,
         stream: driver.CUstream,
     ):
         tiles = (tokens + (TILE - 1)) // TILE
-        self.kernel(x, mean, records, batch_stride, token_stride, head_stride, tokens, heads).launch(
+        self.kernel(x, mean, records, batch_stride, token_stride, head_stride, flag, tokens, heads).launch(
             grid=(tiles * batch * heads, 1, 1),
             block=(self.THREADS, 1, 1),
             stream=stream,
@@ -329,6 +349,7 @@ class QuantizeV:
         batch_stride: Int64,
         token_stride: Int64,
         head_stride: Int64,
+        flag: Int64,
         tokens: Int32,
         heads: Int32,
     ):
@@ -341,7 +362,7 @@ class QuantizeV:
         if cutlass.const_expr(self.options.anchor):
             order = cute.make_tensor(cute.arch.alloc_smem(Int32, TILE), cute.make_layout(TILE))
             if thread < TILE:
-                order[thread] = _physical_token(tile * TILE + thread, tokens, self.options.anchor)
+                order[thread] = _ordered_token(tile * TILE + thread, tokens, flag, self.options)
             cute.arch.sync_threads()
 
         chunk = thread & 15
@@ -502,7 +523,7 @@ class TokenMean:
 def compile_quantizer(options: QuantizerOptions) -> Any:
     """The compiled quantiser, for the architecture that CuTe DSL is set to."""
     kernel = (QuantizeQK if options.operand == "qk" else QuantizeV)(options)
-    return cute.compile(kernel, *[0] * 6, *[1] * 3, driver.CUstream(0))
+    return cute.compile(kernel, *[0] * 7, *[1] * 3, driver.CUstream(0))
 
 
 def compile_mean(dtype: torch.dtype) -> Any:
@@ -543,11 +564,12 @@ def check_input(x: torch.Tensor, name: str = "the tensor") -> None:
 
 
 def launch_quantizer(
-    compiled: Any, x: torch.Tensor, records: torch.Tensor, mean: torch.Tensor | None, stream: int
+    compiled: Any, x: torch.Tensor, records: torch.Tensor, mean: torch.Tensor | None, stream: int, flag: int = 0
 ) -> None:
     """Run what `compile_quantizer` made on x [B, S, H, 128], into `records` (`record_shape`, uint8, 512-byte aligned).
 
-    `mean` is float32 [B·H, 128] for options with one, None otherwise; `stream` is the address of a CUDA stream.
+    `mean` is float32 [B·H, 128] for options with one, None otherwise; `stream` is the address of a CUDA stream, `flag`
+    that of the int32 that `guarded` reads.
     Nothing is checked (see `check_input`) and nothing is waited for.
     """
     batch, tokens, heads, _ = x.shape
@@ -559,6 +581,7 @@ def launch_quantizer(
         batch_stride,
         token_stride,
         head_stride,
+        flag,
         batch,
         tokens,
         heads,
@@ -587,8 +610,8 @@ def launch_mean(compiled: Any, x: torch.Tensor, workspace: torch.Tensor, mean: t
     )
 
 
-_quantizer = functools.cache(compile_quantizer)
-_mean = functools.cache(compile_mean)
+quantizer_function = functools.cache(compile_quantizer)
+mean_function = functools.cache(compile_mean)
 
 
 def quantize(
@@ -605,7 +628,7 @@ def quantize(
         raise UnsupportedInputError("a mean is needed by options with mean=True, and only by them")
     if records is None:
         records = torch.empty(record_shape(x, options), dtype=torch.uint8, device=x.device)
-    launch_quantizer(_quantizer(options), x, records, mean, stream)
+    launch_quantizer(quantizer_function(options), x, records, mean, stream)
     return records
 
 
@@ -614,5 +637,5 @@ def token_mean(x: torch.Tensor, *, stream: int = 0) -> torch.Tensor:
     check_input(x)
     mean = torch.empty(x.shape[0] * x.shape[2], HEAD_DIM, dtype=torch.float32, device=x.device)
     workspace = torch.empty(mean_workspace(x), dtype=torch.float32, device=x.device)
-    launch_mean(_mean(x.dtype), x, workspace, mean, stream)
+    launch_mean(mean_function(x.dtype), x, workspace, mean, stream)
     return mean

@@ -60,6 +60,11 @@ def store_word(address: Int64, word: Uint32) -> None:
     _asm("st.global.b32 [{$r0}], {$r1};", [], address, word)
 
 
+def load_int(address: Int64) -> Int32:
+    """One int32 that this kernel does not write, from global memory."""
+    return _asm("ld.global.b32 {$w0}, [{$r0}];", [Int32], address)
+
+
 def load_float(address: Int64) -> Float32:
     """One float32 value that this kernel does not write, from global memory."""
     return _asm("ld.global.f32 {$w0}, [{$r0}];", [Float32], address)
