@@ -47,7 +47,7 @@ class Options:
     p              "mxfp4-direct": one power of two for 32 keys; "nvfp4": UE4M3 for 16, of P and V, with "rowmax" only
     p_peak         for "nvfp4": what the row's maximum is scaled to
     folded         Q and K have one scale page a tile, not two
-    out            "bf16" or "f16"
+    out            "bf16", "f16" or, to look closely, "f32"
     lse, v_mean    whether the log-sum-exp is written, and channel means are added to the output
     slots          K and V tiles that shared memory holds
     in_order       rely on the tensor core working in the order of issue, as NVIDIA's kernels do. Otherwise wait for
@@ -77,7 +77,7 @@ class Options:
             "classifier": ("affine", "two-piece", "exp2", "mix"),
             "row_reference": ("shiftless", "anchor32", "anchor128", "rowmax", "guarded"),
             "p": ("mxfp4-direct", "nvfp4"),
-            "out": ("bf16", "f16"),
+            "out": ("bf16", "f16", "f32"),
         }
         for name, known in choices.items():
             if getattr(self, name) not in known:

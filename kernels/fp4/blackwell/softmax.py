@@ -236,16 +236,17 @@ class Softmax:
         direct = self.o.p == "mxfp4-direct"
         inverse = ptx.reciprocal(total) * Float32(1 / 3 if direct else 2.0)
         place_of_head = Int64(head // a.heads) * a.stride_b + Int64(head % a.heads) * a.stride_h
-        target = a.out + (place_of_head + Int64(position) * a.stride_s) * 2
+        size = 4 if self.o.out == "f32" else 2
+        target = a.out + (place_of_head + Int64(position) * a.stride_s) * size
         for first in cutlass.range_constexpr(0, 128, 32):
             part = ptx.tmem_load(place.bank + (at.OUTPUT + first), 32)
             if position < a.queries:
                 values = [x * inverse for x in part]
                 if cutlass.const_expr(self.o.v_mean):
                     values = self.add_means(values, a.v_mean + (Int64(head) * 128 + first) * 4)
-                halves = [ptx.pack_halves(values[2 * i], values[2 * i + 1], self.o.out) for i in range(16)]
-                for i in cutlass.range_constexpr(0, 16, 4):
-                    ptx.store_global4(target + (2 * first + 4 * i), halves[i : i + 4])
+                words = self.words(values)
+                for i in cutlass.range_constexpr(0, len(words), 4):
+                    ptx.store_global4(target + (size * first + 4 * i), words[i : i + 4])
         if cutlass.const_expr(self.o.lse):
             # Σ 2^t is total/12 · 2^(127 − bias) for Direct-P, total/2 / p_peak for NVFP4.
             unit = 127.0 - math.log2(12) if direct else -1.0 - math.log2(self.o.p_peak)
@@ -254,6 +255,13 @@ class Softmax:
                 ptx.store_global(
                     a.lse + (Int64(head) * Int64(a.queries) + Int64(position)) * 4, octaves * Float32(math.log(2))
                 )
+
+    def words(self, values: list[Any]) -> list[Int32]:
+        """Floats as the output's words."""
+        if self.o.out == "f32":
+            return [ptx.bits(x) for x in values]
+        pairs = zip(values[::2], values[1::2], strict=True)
+        return [ptx.pack_halves(low, high, self.o.out) for low, high in pairs]
 
     def add_means(self, values: list[Float32], means: Int64) -> list[Any]:
         """Channel means of V, which smoothing took out."""
