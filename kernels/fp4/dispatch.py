@@ -15,6 +15,7 @@ from torch import Tensor
 
 from wanfp4.errors import BackendError, UnsupportedInputError
 from wanfp4.kernels import reference
+from wanfp4.kernels.blackwell import backend as sm100
 from wanfp4.policy import Guard, Numerics, Policy, get_policy
 
 HEAD_DIM = 128
@@ -27,13 +28,22 @@ class Outcome:
     out      [B, Sq, H, D] in the dtype of v.
     lse      [B, H, Sq] float32, natural logarithm, or None when it was not asked for.
     backend  name of the backend that ran.
-    notes    counts worth a line in a receipt: `guarded`, `rows_shifted` (rows whose exponents needed a shift).
+    notes    counts worth a line in a receipt: `guarded`, `rows_shifted` (rows whose exponents needed a shift), and
+             `guard_decisions_on_device` where nobody waited to hear whether the call was guarded.
+    flag     then an int32 tensor [1] on the device that will say so: 1 for guarded. Reading it waits.
     """
 
     out: Tensor
     lse: Tensor | None
     backend: str
     notes: dict[str, int] = field(default_factory=dict)
+    flag: Tensor | None = None
+
+
+def _takes_all(
+    q: Tensor, k: Tensor, v: Tensor, numerics: Numerics, guard: Guard | None, scale: float, return_lse: bool
+) -> str | None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,7 @@ class Backend:
 
     missing   None when this machine can run it, else a sentence: what was found and what is needed.
     refuses   None when it takes these numerics on this device, else a sentence.
+    declines  None when it takes these tensors with this guard and scale, too, else a sentence.
     native    True when it runs 4-bit numerics on hardware made for them; emulation brings no speed.
     """
 
@@ -51,9 +62,18 @@ class Backend:
     missing: Callable[[], str | None]
     refuses: Callable[[Numerics, torch.device], str | None]
     run: Callable[[Tensor, Tensor, Tensor, Numerics, Guard | None, float, bool], Outcome]
+    declines: Callable[[Tensor, Tensor, Tensor, Numerics, Guard | None, float, bool], str | None] = _takes_all
 
     def why_not(self, numerics: Numerics, device: torch.device) -> str | None:
         return self.missing() or self.refuses(numerics, device)
+
+
+def _sm100(
+    q: Tensor, k: Tensor, v: Tensor, numerics: Numerics, guard: Guard | None, scale: float, return_lse: bool
+) -> Outcome:
+    done = sm100.run(q, k, v, numerics, guard, scale, return_lse)
+    notes = {} if done.flag is None else {"guard_decisions_on_device": 1}
+    return Outcome(done.out, done.lse, "sm100", notes, done.flag)
 
 
 def _sdpa(
@@ -81,6 +101,15 @@ def _reference(
 
 _BACKENDS = (
     Backend(
+        "sm100",
+        "CuTe DSL kernels for Blackwell data-centre GPUs (B200, GB200, B300): NVFP4 Q and K, P and V in 4 bits",
+        True,
+        sm100.missing,
+        sm100.refuses,
+        _sm100,
+        sm100.declines,
+    ),
+    Backend(
         "sdpa",
         "PyTorch scaled_dot_product_attention, for numerics that round nothing",
         True,
@@ -106,10 +135,18 @@ def backends() -> tuple[Backend, ...]:
     return _BACKENDS
 
 
-def select(numerics: Numerics, device: torch.device, backend: str | None = None) -> Backend:
-    """The fastest backend that can run `numerics` on `device`, or the named one.
+def select(
+    numerics: Numerics,
+    device: torch.device,
+    backend: str | None = None,
+    *,
+    call: tuple[Tensor, Tensor, Tensor, Numerics, Guard | None, float, bool] | None = None,
+) -> Backend:
+    """The fastest backend that can run `numerics` on `device`, or the named one; with `call`, what `Backend.run` would
+    get, the fastest that takes that call, too.
 
-    Raises BackendError with every backend's reason when none, or not the named one, can.
+    Raises BackendError with every backend's reason when none, or not the named one, can; UnsupportedInputError when the
+    named one can, but does not take the call.
     """
     known = {b.name: b for b in backends()}
     if backend is not None:
@@ -118,10 +155,13 @@ def select(numerics: Numerics, device: torch.device, backend: str | None = None)
         why = known[backend].why_not(numerics, device)
         if why:
             raise BackendError(f"backend {backend!r} cannot run this on {device.type}: {why}")
+        why = known[backend].declines(*call) if call is not None else None
+        if why:
+            raise UnsupportedInputError(f"backend {backend!r} does not take this call: {why}")
         return known[backend]
     reasons = []
     for candidate in known.values():
-        why = candidate.why_not(numerics, device)
+        why = candidate.why_not(numerics, device) or (candidate.declines(*call) if call is not None else None)
         if why is None:
             return candidate
         reasons.append(f"{candidate.name}: {why}")
@@ -167,11 +207,12 @@ def run(
 ) -> Outcome:
     """One attention call with fixed numerics; shapes as in `attention`. The inputs are never written to."""
     check_inputs(q, k, v)
-    chosen = select(numerics, q.device, backend)
+    scale = scale if scale is not None else 1 / math.sqrt(q.shape[-1])
+    call = (q, k, v, numerics, guard, scale, return_lse)
+    chosen = select(numerics, q.device, backend, call=call)
     # Autocast would round the reference's float32 products to 16 bits.
     with torch.autocast(q.device.type, enabled=False):
-        scale = scale if scale is not None else 1 / math.sqrt(q.shape[-1])
-        return chosen.run(q, k, v, numerics, guard, scale, return_lse)
+        return chosen.run(*call)
 
 
 def attention(

@@ -52,7 +52,7 @@ def test_fastest_that_can_run_is_taken():
 
 def test_named_backend_runs_or_says_why_not():
     q, k, v = draw()
-    with pytest.raises(BackendError, match="unknown backend 'cutlass'; this version has sdpa, reference"):
+    with pytest.raises(BackendError, match="unknown backend 'cutlass'; this version has sm100, sdpa, reference"):
         wanfp4.attention(q, k, v, backend="cutlass")
     with pytest.raises(BackendError, match="backend 'sdpa' cannot run this on cpu: it rounds nothing"):
         wanfp4.attention(q, k, v, backend="sdpa")
