@@ -253,7 +253,6 @@ class Barriers:
     def fence_mbarrier_init(self, w: Warp) -> None:
         """fence.mbarrier_init.release.cluster: the warp's own inits become visible to the asynchronous proxy."""
         if self.judge is not None:
-            self.judge.release(w.index)
             for barrier in self.barriers.values():
                 if barrier.warp == w.index and barrier.fenced is None:
                     barrier.fenced = self.judge.now(w.index)

@@ -374,6 +374,15 @@ def test_tensor_memory_keeps_values_and_poison(track: bool) -> None:
         assert marks is None
 
 
+def test_columns_allocated_again_are_undefined() -> None:
+    seen: list[Any] = []
+    look: h.Step = lambda w: seen.append(w.cta.tmem_load(w, 0, "32x32b", 1)[1])  # noqa: E731
+    fill = [h.call("tmem_store", 0, "32x32b", [h.LANE]), h.call("wait_st"), look]
+    h.run([*held(*fill), *held(look)])
+    assert seen[0] is None
+    assert (seen[1] == 15).all()
+
+
 def test_take_and_put_agree_for_slices_and_arrays() -> None:
     machine = h.cta(held())
     tensor, judge = machine.tensor, machine.judge
