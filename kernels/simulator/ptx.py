@@ -101,9 +101,13 @@ def read_kernels(text: str) -> dict[str, Kernel]:
     plain = _without_comments(text)
     outer = _symbols(plain[: _first_entry(plain)])
     kernels = {}
-    for match in re.finditer(r"\.entry\s+([\w$]+)\s*\((.*?)\)\s*((?:\.\w+[^\n{]*\n)*)\s*\{", plain, re.S):
+    for entry in re.finditer(r"\.entry\b", plain):
+        match = _ENTRY.match(plain, entry.start())
+        if match is None:
+            line = plain.count("\n", 0, entry.start()) + 1
+            raise UnknownInstruction(f"cannot read PTX near {plain[entry.start() :][:80]!r}", line=line)
         kernel = Kernel(match.group(1), text)
-        _read_params(kernel, match.group(2))
+        _read_params(kernel, match.group(2) or "")
         threads = re.search(r"\.(?:reqntid|maxntid)\s+([\d, ]+)", match.group(3))
         if threads:
             x, y, z = (*(int(n) for n in threads.group(1).split(",")), 1, 1)[:3]
@@ -114,10 +118,13 @@ def read_kernels(text: str) -> dict[str, Kernel]:
     return kernels
 
 
+# Name, parameters, directives such as .reqntid, and the body's brace.
+_ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*(?:\((.*?)\))?\s*((?:\.\w[^{};]*)?)\{", re.S)
+
+
 def _without_comments(text: str) -> str:
-    """Comments become spaces; line numbers stay."""
-    text = re.sub(r"/\*.*?\*/", lambda m: re.sub(r"[^\n]", " ", m.group(0)), text, flags=re.S)
-    return re.sub(r"//[^\n]*", "", text)
+    """Comments and strings (of .file and .pragma, nothing that matters here) become spaces; line numbers stay."""
+    return re.sub(r'"[^"\n]*"|//[^\n]*|/\*.*?\*/', lambda m: re.sub(r"[^\n]", " ", m.group(0)), text, flags=re.S)
 
 
 def _first_entry(text: str) -> int:
@@ -125,13 +132,18 @@ def _first_entry(text: str) -> int:
     return match.start() if match else len(text)
 
 
-_SHARED = re.compile(r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d*)\])?")
+_SHARED = re.compile(r"(?:^|[;{}\n])\s*(?:\.(?:extern|visible|weak)\s+)?\.shared\b([^;]*)")
+_VARIABLE = re.compile(r"(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)\s*(?:\[\s*(\d*)\s*\])?")
 
 
 def _symbols(text: str) -> list[SharedSymbol]:
     found = []
-    for align, kind, name, count in _SHARED.findall(text):
-        size = None if f"{name}[]" in text else SIZES[kind] * int(count or 1)
+    for declaration in _SHARED.findall(text):
+        match = _VARIABLE.fullmatch(declaration.strip())
+        if match is None or match.group(2) not in SIZES:
+            raise UnknownInstruction(f"shared variable cannot be read: .shared {declaration.strip()}")
+        align, kind, name, count = match.groups()
+        size = None if count == "" else SIZES[kind] * int(count or 1)
         found.append(SharedSymbol(name, size, int(align or SIZES[kind])))
     return found
 
@@ -140,11 +152,11 @@ def _read_params(kernel: Kernel, text: str) -> None:
     offset = 0
     pattern = (
         r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+"
-        r"(?:\.ptr\S*\s+(?:\.(?!align)\w+\s+)*(?:\.align\s+\d+\s+)?)?([\w$]+)(?:\[(\d+)\])?"
+        r"(?:\.ptr(?:\s*\.(?!align)\w+)*(?:\s*\.align\s+\d+)?\s+)?([\w$]+)(?:\[(\d+)\])?"
     )
     for declaration in filter(None, (part.strip() for part in text.split(","))):
-        match = re.match(pattern, declaration)
-        if match is None:
+        match = re.fullmatch(pattern, declaration)
+        if match is None or match.group(2) not in SIZES:
             raise UnknownInstruction(f"parameter {declaration!r} of kernel {kernel.name} cannot be read")
         align, kind, name, count = match.groups()
         size = SIZES[kind] * int(count or 1)
@@ -158,8 +170,8 @@ def _read_params(kernel: Kernel, text: str) -> None:
 _STATEMENT = re.compile(
     r"\s*(?:([$\w]+)[ \t]*:(?!:)|([{}])|(\.(?:loc|file)\b[^\n]*)|([^;{}]*(?:\{[^{}]*\}[^;{}]*)*);)", re.S
 )
-_AHEAD = re.compile(r"\{[^;{}:]*\}|[{}]|(?:(?<=[\n;{}])|^)\s*([$\w]+)[ \t]*:(?!:)")
-_NAME = re.compile(r"[$%]?[A-Za-z_][\w$]*")
+_AHEAD = re.compile(r"\{[^;{}:]*\}|[{}]|(?:(?<=[\n;{}:])|^)\s*([$\w]+)[ \t]*:(?!:)")
+_NAME = re.compile(r"(?<![\w$%.])[$%]?[A-Za-z_][\w$]*")  # not the x of %tid.x, nor the end of a number
 
 
 class _Body:
@@ -218,7 +230,7 @@ class _Body:
 
     def _statement(self, text: str, line: int) -> None:
         if text.startswith(".reg"):
-            self._registers(text)
+            self._registers(text, line)
         elif text.startswith(".shared"):
             self.kernel.shared += _symbols(text)
         elif text.startswith(".local"):
@@ -228,8 +240,10 @@ class _Body:
         elif not text.startswith((".pragma", ".branchtargets")):
             raise UnknownInstruction(f"directive {text!r} is not modelled", line=line)
 
-    def _registers(self, text: str) -> None:
+    def _registers(self, text: str, line: int) -> None:
         _, kind, names = text.split(None, 2)
+        if kind[1:] not in SIZES:
+            raise UnknownInstruction(f"registers of type {kind} are not modelled: {text}", line=line)
         for name in (part.strip() for part in names.split(",")):
             several = re.fullmatch(r"(.*)<(\d+)>", name)
             declared = [f"{several.group(1)}{i}" for i in range(int(several.group(2)))] if several else [name]
@@ -262,6 +276,8 @@ class _Body:
                 if block:
                     blocks.append(block)
                     block = []
+                if item in self.kernel.targets:
+                    raise UnknownInstruction(f"label {item} stands at two places in kernel {self.kernel.name}")
                 self.kernel.targets[item] = len(blocks)
                 continue
             block.append(item)

@@ -175,9 +175,11 @@ def permuted(a: Poison, b: Poison, selector: Array) -> Poison:
     """Of prmt in its plain mode."""
     if a is None and b is None:
         return None
-    both = (0 if a is None else a & 15).astype(np.uint16) | (  # type: ignore[union-attr]
-        0 if b is None else (b & 15).astype(np.uint16) << 4
-    )
+    both = np.zeros(LANES, np.uint16)
+    if a is not None:
+        both |= a & 15
+    if b is not None:
+        both |= (b & 15).astype(np.uint16) << 4
     out = np.zeros(LANES, np.uint8)
     for i in range(4):
         out |= ((both >> (selector >> (4 * i) & 7) & 1) << i).astype(np.uint8)

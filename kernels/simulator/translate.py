@@ -227,6 +227,13 @@ class Block:
             return text if NAMES[kind] == "UINT32" else f"{text}.astype({NAMES[kind]})"
         return self.code.constant(self.immediate(operand, kind), DTYPES[kind])
 
+    def bits(self, operand: Operand, kind: str) -> str:
+        """The same as an unsigned array of the size of `kind`, for instructions that only move it."""
+        if kind[0] == "f" and isinstance(operand, str) and not self.is_register(operand) and operand[0] not in "%!":
+            value = np.array([self.immediate(operand, kind)], DTYPES[kind]).view(f"u{SIZES[kind]}")[0]
+            return self.code.constant(value, value.dtype)
+        return self.read(operand, kind if kind == "pred" else "b" + kind[1:])
+
     def immediate(self, text: str, kind: str) -> Any:
         """A constant, or the address of a parameter or shared symbol, as a value of `kind`."""
         if text in self.kernel.params:

@@ -136,7 +136,7 @@ def bit_cases() -> Iterator[Case]:
         yield Case(f"not.{kind}", (kind,), (kind,), (lambda a: not a) if kind == "pred" else lambda a: ~a)
     for kind in ("b16", "b32", "b64"):
         yield Case(f"cnot.{kind}", (kind,), (kind,), lambda a: int(a == 0))
-        yield Case(f"shl.{kind}", (kind,), (kind, "u32:count"), lambda a, n: a << n)
+        yield Case(f"shl.{kind}", (kind,), (kind, "u32:count"), lambda a, n: a << min(n, 64))
     for kind in ("b16", "b32", "b64", *INTEGERS):
         yield Case(f"shr.{kind}", (kind,), (kind, "u32:count"), lambda a, n: a >> n)
         for count in (8, 16, 5):

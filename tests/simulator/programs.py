@@ -28,7 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 Argument = Any  # an array (its address is passed), an int, bytes, or a function of all arrays that gives bytes
 
 
-def kernel(body: str, params: Mapping[str, str] | str = "", *, threads: int = 32, top: str = "") -> str:
+def kernel(body: str, params: Mapping[str, str] | str = "", *, threads: int | str = 32, top: str = "") -> str:
     """A module with one kernel `k`.
 
     `params` maps names to types (`MAP` for a tensor map), or lists names of 64-bit pointers separated by blanks.

@@ -5,8 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from programs import everywhere
-from tensors import BASE, ELEMENTS, LOADS, REDUCTIONS, ROOM, STORES, SWIZZLES, Tensor, swizzled
+from programs import aligned, everywhere
+from tensors import BASE, ELEMENTS, LOADS, REDUCTIONS, ROOM, STORES, SWIZZLES, Tensor, swizzled, tensor_map
+
+from wanfp4.simulator.launch import Interceptor
+from wanfp4.simulator.tma import TensorMap
 
 VARIANTS: dict[str, dict[str, Any]] = {"plain": {}, "tracked": {"track": True}, "seeded": {"seed": 3, "track": True}}
 
@@ -66,3 +69,50 @@ def test_reductions(rank):
         found = everywhere(REDUCTIONS[rank], *args, variants=VARIANTS)[0]
         both = how(tensor.loaded(corner).view(np.float32), values.view(np.float32))
         np.testing.assert_array_equal(found, tensor.stored(corner, both.view(np.uint8)))
+
+
+MAPS = [
+    ("Uint8", "u8", (300, 700), (1, 320), (64, 8), "64", (2, 4, 3)),
+    ("Float16", "f16", (256, 512, 7, 5, 3), (1, 256, 153600, 1228800, 19660800), (64, 4, 2, 3, 2), "128", (3, 4, 3)),
+    ("Float32", "f32", (100, 20, 3), (1, 112, 2304), (32, 4, 2), "128, atoms of 32", (2, 5, 2)),
+    ("Float4E2M1FN", "u4", (512, 256), (1, 512), (64, 8), "32", (1, 4, 3)),
+    ("Uint64", "u64", (64,), (1,), (16,), "none", None),
+]
+
+
+def test_maps_that_cute_dsl_builds_read_the_same():
+    """Its host code fills the 128 bytes; what they say must be what ours say that were put together from bit fields."""
+    cutlass = pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    from cutlass.cute.nvgpu import cpasync
+    from cutlass.cute.runtime import make_ptr
+
+    cute, caught = cutlass.cute, []
+    buffer = aligned(np.zeros(4096, np.uint8))
+
+    def build(kind: Any, shape: Any, stride: Any, box: Any, pattern: Any) -> None:
+        @cute.kernel
+        def use(atom: cute.CopyAtom):
+            if cute.arch.thread_idx()[0] == 0:
+                cpasync.prefetch_descriptor(atom)
+
+        @cute.jit
+        def launch(pointer: cute.Pointer):
+            tensor = cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
+            layout = cute.make_ordered_layout(box, order=tuple(range(len(box))))
+            if cutlass.const_expr(pattern is not None):
+                layout = cute.make_composed_layout(cute.make_swizzle(*pattern), 0, layout)
+            atom, _ = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, box)
+            use(atom).launch(grid=(1, 1, 1), block=(32, 1, 1))
+
+        pointer = make_ptr(kind, buffer.ctypes.data, cute.AddressSpace.gmem, assumed_align=32)
+        cute.compile(launch, pointer)(pointer)
+
+    with Interceptor("sm_100a", lambda launch: caught.append(launch.params(0, 128))):
+        for name, _, shape, stride, box, _, pattern in MAPS:
+            build(getattr(cutlass, name), shape, stride, box, pattern)
+    for raw, (name, element, sizes, strides, box, swizzle, _) in zip(caught, MAPS, strict=True):
+        bits = ELEMENTS[element][1]
+        ours = tensor_map(buffer.ctypes.data, element, sizes, [s * bits // 8 for s in strides[1:]], box, swizzle)
+        one, other = vars(TensorMap(raw)), vars(TensorMap(ours))
+        assert one == other, name
+        assert (one["sizes"], one["box"], one["address"]) == (list(sizes), list(box), buffer.ctypes.data)

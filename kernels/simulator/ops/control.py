@@ -115,11 +115,11 @@ def _set(b: Block, ins: Instruction, text: str, combine: str) -> None:
 def selp(b: Block, ins: Instruction, kind: str) -> None:
     target, first, second, condition = ins.operands
     b.use(condition)
-    bits = "b" + kind[1:]
     test = b.read(condition, "pred")
     poisons = b.poison(first), b.poison(second)
     poison = f"chosen({test}, {poisons[0]}, {poisons[1]})" if any(poisons) else None
-    b.store(target, bits, f"np.where({test}, {b.read(first, bits)}, {b.read(second, bits)})", poison)
+    text = f"np.where({test}, {b.bits(first, kind)}, {b.bits(second, kind)})"
+    b.store(target, "b" + kind[1:], text, poison)
 
 
 @op("elect.sync")

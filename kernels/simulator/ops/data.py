@@ -15,7 +15,7 @@ def mov(b: Block, ins: Instruction, kind: str) -> None:
     elif isinstance(target, tuple):
         _unpack(b, target, source, kind)
     else:
-        b.store(target, "pred" if kind == "pred" else "b" + kind[1:], b.read(source, _bits(kind)), b.poison(source))
+        b.store(target, _bits(kind), b.bits(source, kind), b.poison(source))
 
 
 def _bits(kind: str) -> str:

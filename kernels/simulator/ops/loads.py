@@ -60,7 +60,7 @@ def ld(b: Block, ins: Instruction, *parts: str) -> None:
     effects=True,
 )
 def st(b: Block, ins: Instruction, *parts: str) -> None:
-    kind = "b" + parts[-1][1:]
+    kind = parts[-1]
     registers = _registers(ins, ins.operands[1])
     space = _space(ins)
     b.use(ins.operands[0])
@@ -69,7 +69,7 @@ def st(b: Block, ins: Instruction, *parts: str) -> None:
         b.use(ins.operands[1])
     elif any(b.poison(r) for r in registers):
         poison = f"to_bytes([{', '.join(str(b.poison(r)) for r in registers)}], {SIZES[kind]})"
-    values = f"joined([{', '.join(b.read(r, kind) for r in registers)}])"
+    values = f"joined([{', '.join(b.bits(r, kind) for r in registers)}])"
     b.emit(f"w.cta.store_{space}(w, {b.address(ins.operands[0])}, {values}, {poison}, {b.mask})")
 
 

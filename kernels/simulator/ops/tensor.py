@@ -91,7 +91,7 @@ def cp(b: Block, ins: Instruction) -> None:
     b.emit(f"w.cta.copy_scales(w, {target}, {source}, '32x128b.warpx4')")
 
 
-# PTX ISA, tcgen05.mma: A may stay in the collector buffer. To fill it or to let it go changes no result; to use it would.
+# PTX ISA, tcgen05.mma: A may stay in the collector buffer. To fill it or let it go changes no result; to use it would.
 _COLLECTOR = ".collector::a::discard|collector::a::fill?"
 
 
