@@ -171,7 +171,7 @@ def storage(tensor: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
         while isinstance(root.base, np.ndarray):
             root = root.base
         low, high = np.lib.array_utils.byte_bounds(root)
-        memory = (ctypes.c_uint8 * (high - low)).from_address(low)
+        memory: Any = (ctypes.c_uint8 * (high - low)).from_address(low)
         memory.owner = tensor
         view = np.ndarray((high - low,), np.uint8, buffer=memory)
         view.flags.writeable = root.flags.writeable
@@ -181,7 +181,7 @@ def storage(tensor: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     whole = tensor.untyped_storage()
     if not whole.nbytes():
         return np.zeros(0, np.uint8)
-    buffer = (ctypes.c_uint8 * whole.nbytes()).from_address(whole.data_ptr())
+    buffer: Any = (ctypes.c_uint8 * whole.nbytes()).from_address(whole.data_ptr())
     buffer.owner = tensor
     return np.ndarray((whole.nbytes(),), np.uint8, buffer=buffer)
 

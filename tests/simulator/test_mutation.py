@@ -43,7 +43,7 @@ def test_with_pipe_ordering_fences_are_granted_and_one_barrier_is_doubled_by_ano
 
 
 def test_flash_attention_sample(flash_attention_forward: Any) -> None:
-    """Every third of its synchronisations, and all those that its authors' tail of the loop has twice."""
+    """Every third of its synchronisations."""
     experiment = Experiment(FlashAttention(flash_attention_forward, 256, 256, 64, False).launch, seeds=SEEDS)
     verdicts = experiment.run(list(experiment.sites())[::3])
     assert len(verdicts) > 30
@@ -52,16 +52,12 @@ def test_flash_attention_sample(flash_attention_forward: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("queries", "keys", "dim", "causal", "caught"), [(256, 256, 64, False, 80), (256, 700, 64, False, 85)]
-)
-def test_flash_attention(
-    flash_attention_forward: Any, queries: int, keys: int, dim: int, causal: bool, caught: int
-) -> None:
-    launch = FlashAttention(flash_attention_forward, queries, keys, dim, causal).launch
+def test_flash_attention(flash_attention_forward: Any) -> None:
+    """All of them; proof.py also does longer and causal problems, which take minutes."""
+    launch = FlashAttention(flash_attention_forward, 256, 256, 64, False).launch
     verdicts = Experiment(launch, seeds=SEEDS).run()
     assert [str(verdict) for verdict in verdicts if not verdict.explained] == []
-    assert sum(verdict.caught for verdict in verdicts) >= caught
+    assert sum(verdict.caught for verdict in verdicts) >= 80
 
 
 @pytest.fixture
