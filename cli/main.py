@@ -14,6 +14,7 @@ from wanfp4.cli.decode import decode
 from wanfp4.cli.doctor import doctor
 from wanfp4.cli.drift import drift
 from wanfp4.cli.generate import generate
+from wanfp4.cli.inspect import inspect
 from wanfp4.cli.policies import app as policies_app
 
 app = typer.Typer(
@@ -48,6 +49,7 @@ app.command()(drift)
 app.command()(decode)
 app.add_typer(policies_app, name="policies")
 app.command()(doctor)
+app.command()(inspect)
 
 
 def _terminate(signum: int, frame: object) -> NoReturn:
