@@ -89,9 +89,9 @@ def pair(low: Array, high: Array) -> Array:
 def column(data: Array, offset: int, dtype: Any) -> Array:
     """One value per lane out of loaded bytes [32, n]."""
     size = np.dtype(dtype).itemsize
-    if data.shape[1] == size:
-        return data.view(dtype)[:, 0]
-    return np.ascontiguousarray(data[:, offset : offset + size]).view(dtype)[:, 0]
+    part = data if data.shape[1] == size else np.ascontiguousarray(data[:, offset : offset + size])
+    values: Array = part.view(dtype)[:, 0]
+    return values
 
 
 # ---- poison ----
@@ -157,7 +157,7 @@ def unpacked(poison: Poison, index: int, size: int) -> Poison:
     """Of part `index` of `size` bytes."""
     if poison is None:
         return None
-    piece = (poison >> (index * size)) & ((1 << size) - 1)
+    piece = ((poison >> (index * size)) & ((1 << size) - 1)).astype(np.uint8)
     return piece if piece.any() else None
 
 
