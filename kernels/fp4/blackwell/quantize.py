@@ -552,8 +552,7 @@ def check_input(x: torch.Tensor, name: str = "the tensor") -> None:
         raise UnsupportedInputError(f"{name} is {x.dtype}; the SM100 quantiser reads torch.bfloat16 and torch.float16")
     if x.stride(-1) != 1:
         raise UnsupportedInputError(f"{name} has stride {x.stride(-1)} along the head dimension; it must be contiguous")
-    odd = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 and stride % 8 and stride != 1]
-    if odd or x.data_ptr() % 16:
+    if x.data_ptr() % 16 or any(x.shape[i] > 1 and x.stride(i) % 8 for i in range(3)):
         raise UnsupportedInputError(
             f"{name} starts at byte {x.data_ptr() % 16} of 16 with strides {tuple(x.stride())}; the SM100 quantiser "
             f"loads 16 bytes at a time, so rows must start at multiples of 8 elements"

@@ -85,16 +85,21 @@ def load_shared(address: Int32) -> Uint32:
     return _asm("ld.shared.b32 {$w0}, [{$r0}];", [Uint32], address)
 
 
+def _pair(values: Any) -> Pair:
+    low, high = values
+    return low, high
+
+
 def multiply(a: Pair, b: Pair) -> Pair:
-    return cute.arch.mul_packed_f32x2(a, b, rnd="rn", ftz=False)
+    return _pair(cute.arch.mul_packed_f32x2(a, b, rnd="rn", ftz=False))
 
 
 def add(a: Pair, b: Pair) -> Pair:
-    return cute.arch.add_packed_f32x2(a, b, rnd="rn", ftz=False)
+    return _pair(cute.arch.add_packed_f32x2(a, b, rnd="rn", ftz=False))
 
 
 def fma(a: Pair, b: Pair, c: Pair) -> Pair:
-    return cute.arch.fma_packed_f32x2(a, b, c, rnd="rn", ftz=False)
+    return _pair(cute.arch.fma_packed_f32x2(a, b, c, rnd="rn", ftz=False))
 
 
 def widen(word: Uint32, half: bool) -> Pair:

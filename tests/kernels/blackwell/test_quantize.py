@@ -245,6 +245,19 @@ def test_order_of_keys(anchor: int, tokens: int) -> None:
         check(x, variant(options, anchor=anchor))
 
 
+@pytest.mark.parametrize("options", [UNFOLDED, DIRECT], ids=lambda o: o.format)
+def test_an_order_that_a_flag_decides(options: QuantizerOptions) -> None:
+    x = normal(1, 200, 1, 128)
+    guarded = QuantizerOptions(options.operand, options.format, BF16, anchor=128, guarded=True)
+    for value, same in ((0, options), (1, variant(options, anchor=128))):
+        flag = torch.tensor([value], dtype=torch.int32)
+        out = torch.full(sm100.record_shape(x, guarded), 0xA5, dtype=torch.uint8)
+        with simulator.device("sm_100a", seed=1, track=True, ordering="isa") as gpu:
+            gpu.register(x=x, records=out, flag=flag)
+            sm100.launch_quantizer(sm100.quantizer_function(guarded), x, out, None, 0, flag.data_ptr())
+        assert torch.equal(out, records(x, same))
+
+
 @pytest.mark.parametrize("options", [FOLDED, DIRECT], ids=lambda o: o.format)
 def test_strides(options: QuantizerOptions) -> None:
     """Heads before tokens, every second token, a slice of a wider projection, one head for all."""
@@ -340,6 +353,7 @@ def test_a_sixth_is_the_division_by_six() -> None:
         (("qk", "mxfp4-direct", BF16), "'nvfp4' and 'nvfp4-folded'"),
         (("qk", "nvfp4", torch.float32), "torch.float32"),
         (("qk", "nvfp4", BF16, 64), "0, 32 and 128"),
+        (("qk", "nvfp4", BF16, 0, False, True), "32 or 128 is needed"),
     ],
 )
 def test_options_that_do_not_exist(arguments: Any, message: str) -> None:
@@ -355,6 +369,7 @@ def test_options_that_do_not_exist(arguments: Any, message: str) -> None:
         (torch.zeros(4, 2, 128, dtype=BF16), r"\[4, 2, 128\]"),
         (torch.zeros(1, 4, 2, 128), "torch.float32"),
         (torch.zeros(1, 4, 2, 256, dtype=BF16)[..., ::2], "stride 2"),
+        (torch.zeros(200, dtype=BF16).as_strided((1, 4, 2, 128), (8, 1, 8, 1)), "multiples of 8"),
         (torch.zeros(1, 4, 2, 132, dtype=BF16)[..., :128], "multiples of 8"),
         (torch.zeros(1, 4, 2, 136, dtype=BF16)[..., 1:129], "byte 2 of 16"),
     ],
