@@ -322,15 +322,15 @@ def run_on(
     """Queue an attention call that `limits` and `declines` have nothing against, on a CUDA stream's address.
 
     Tensors are read where they are when the last dimension is contiguous and rows start at multiples of 16 bytes;
-    others are copied first. The result is contiguous.
+    others are copied first. The result is contiguous. The stream must be PyTorch's current one of q's device.
     """
     ready = _ready(target.kernels, numerics, guard, v.dtype, return_lse)
-    q, k, v = _readable(q), _readable(k), _readable(v)
+    new, device = target.empty, q.device
+    q, k, v = _readable(q, new), _readable(k, new), _readable(v, new)
     batch, queries, heads, _ = q.shape
     keys = k.shape[1]
     flat, q_tiles, k_tiles = batch * heads, -(-queries // TILE), -(-keys // TILE)
     q_strides, k_strides, v_strides = q.stride()[:3], k.stride()[:3], v.stride()[:3]
-    new, device = target.empty, q.device
 
     out = new((batch, queries, heads, TILE), dtype=v.dtype, device=device)
     lse = new((batch, heads, queries), dtype=torch.float32, device=device) if return_lse else None
@@ -369,13 +369,13 @@ def run_on(
     return Launched(out, lse, flag)
 
 
-def _readable(x: Tensor) -> Tensor:
+def _readable(x: Tensor, empty: Callable[..., Tensor]) -> Tensor:
     """x, or a copy where its strides or its address do not allow to load 16 bytes at a time."""
     *strides, last = x.stride()
-    if (last == 1 or x.shape[-1] == 1) and not x.data_ptr() % 16:
+    if last == 1 and not x.data_ptr() % 16:
         for size, stride in zip(x.shape, strides, strict=False):
             if stride % 8 and size > 1:
                 break
         else:
             return x
-    return x.contiguous() if not x.is_contiguous() or x.data_ptr() % 16 == 0 else x.clone()
+    return empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)

@@ -185,16 +185,24 @@ def cache_folder() -> Path | None:
         return None
 
 
+def _source_digest() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(_FOLDER.glob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:_DIGITS]
+
+
+_SOURCE = _source_digest()  # before kernels are imported: what is imported after is this, or `save` notices
+
+
 @functools.cache
 def environment() -> dict[str, str]:
     """What compiled code depends on, besides the kernel's own options."""
-    source = hashlib.sha256()
-    for path in sorted(_FOLDER.glob("*.py")):
-        source.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
     return {
         "wanfp4": wanfp4.__version__,
         "nvidia-cutlass-dsl": importlib.metadata.version("nvidia-cutlass-dsl"),
-        "source": source.hexdigest()[:_DIGITS],
+        "source": _SOURCE,
         "machine": f"{sys.platform}-{platform.machine()}",
     }
 
@@ -222,7 +230,9 @@ def load(store: Path, arch: str, kernel: Kernel) -> Any:
 
 
 def save(store: Path, arch: str, kernel: Kernel, compiled: Any) -> Path:
-    """Put a compiled function into a store. Raises OSError when it cannot be written."""
+    """Put a compiled function into a store. Raises OSError when it cannot be written, or would get a wrong name."""
+    if _source_digest() != _SOURCE:
+        raise OSError(f"{_FOLDER} was edited while this process ran")
     code = _object(kernel, compiled)
     folder = _place(store, arch)
     folder.mkdir(parents=True, exist_ok=True)
