@@ -107,7 +107,7 @@ def _physical_token(place: Int32, tokens: Int32, anchors: cutlass.Constexpr[int]
 
 
 @cute.jit
-def _ordered_token(place: Int32, tokens: Int32, flag: Int64, options: cutlass.Constexpr):
+def _ordered_token(place: Int32, tokens: Int32, flag: Int64, options: cutlass.Constexpr) -> Int32:
     """The token at a physical place under an anchor that may depend on a flag."""
     token = place
     if cutlass.const_expr(options.guarded):
@@ -119,7 +119,7 @@ def _ordered_token(place: Int32, tokens: Int32, flag: Int64, options: cutlass.Co
 
 
 @cute.jit
-def _place_of_cta(tokens: Int32, heads: Int32):
+def _place_of_cta(tokens: Int32, heads: Int32) -> tuple[Int32, Int32, Int32, Int32]:
     """(batch, tile, head, tiles): neighbouring CTAs read neighbouring heads, which lie side by side in memory."""
     block, _, _ = cute.arch.block_idx()
     tiles = (tokens + (TILE - 1)) // TILE
@@ -160,7 +160,7 @@ class QuantizeQK:
         tokens: Int32,
         heads: Int32,
         stream: driver.CUstream,
-    ):
+    ) -> None:
         tiles = (tokens + (TILE - 1)) // TILE
         self.kernel(x, mean, records, batch_stride, token_stride, head_stride, flag, tokens, heads).launch(
             grid=(tiles * batch * heads, 1, 1),
@@ -182,7 +182,7 @@ class QuantizeQK:
         flag: Int64,
         tokens: Int32,
         heads: Int32,
-    ):
+    ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         batch, tile, head, tiles = _place_of_cta(tokens, heads)
         flat_head = Int64(batch) * heads + head
@@ -234,7 +234,7 @@ class QuantizeQK:
         return pairs
 
     @cute.jit
-    def folded(self, values):
+    def folded(self, values: Any) -> Any:
         """Scale byte and code words under the best of the scales E4M3(base · c).
 
         The rule of `formats`: the start c = 1, then all c in ascending order, each winning when its error is strictly
@@ -277,7 +277,7 @@ class QuantizeQK:
                 w3 = ops.select(better, codes[3], w3)
         return best, (w0, w1, w2, w3)
 
-    def unfolded(self, values: list[ops.Pair]):
+    def unfolded(self, values: list[ops.Pair]) -> tuple[Uint32, Uint32, list[Uint32]]:
         """Scale bytes of both blocks, and code words."""
         halves = values[:8], values[8:]
         bases = [ops.sixth(ops.amplitude([value for pair in half for value in pair])) for half in halves]
@@ -285,14 +285,14 @@ class QuantizeQK:
         words = [w for half, scale in zip(halves, scales, strict=True) for w in ops.encode_block(half, scale)]
         return both & 0xFF, both >> 8, words
 
-    def collect(self, page, scale_byte, quarter, column):
+    def collect(self, page: Uint32, scale_byte: Uint32, quarter: Int32, column: Int32) -> Uint32:
         """`page`, or where `quarter` is this lane's column the four scale bytes of the token as a word."""
         word = scale_byte << Uint32(8 * column)
         for lanes in (1, 2):
             word = word | cute.arch.shuffle_sync_bfly(word, lanes)
         return ops.select(quarter == column, word, page)
 
-    def store(self, record, row, column, words) -> None:
+    def store(self, record: Int64, row: Int32, column: Int32, words: Any) -> None:
         """Neighbours swap words, so that each lane has 16 bytes in a row: even ones of dims 0-63, odd of 64-127."""
         odd = (column & 1) == 1
         received = [cute.arch.shuffle_sync_bfly(ops.select(odd, words[i], words[i + 2]), 1) for i in range(2)]
@@ -330,7 +330,7 @@ class QuantizeV:
         tokens: Int32,
         heads: Int32,
         stream: driver.CUstream,
-    ):
+    ) -> None:
         tiles = (tokens + (TILE - 1)) // TILE
         self.kernel(x, mean, records, batch_stride, token_stride, head_stride, flag, tokens, heads).launch(
             grid=(tiles * batch * heads, 1, 1),
@@ -352,7 +352,7 @@ class QuantizeV:
         flag: Int64,
         tokens: Int32,
         heads: Int32,
-    ):
+    ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         batch, tile, head, tiles = _place_of_cta(tokens, heads)
         flat_head = Int64(batch) * heads + head
@@ -383,7 +383,7 @@ class QuantizeV:
         pair = thread >> 2
         address = buffer + block * (32 * 256) + 16 * ((pair >> 2) ^ (2 * block)) + 4 * (pair & 3)
         words = [ops.load_shared(address + 256 * key) for key in range(32)]
-        means = (Float32(0), Float32(0))
+        means = [Float32(0), Float32(0)]
         if cutlass.const_expr(self.options.mean):
             means = ops.load_floats(mean + flat_head * (4 * HEAD_DIM) + 8 * pair, 2)
         left = tokens - tile * TILE - 32 * block
@@ -401,13 +401,13 @@ class QuantizeV:
         self.store_scales(record + CODE_BYTES, pair, block, pages)
 
     @cute.jit
-    def within(self, values, left):
+    def within(self, values: Any, left: Int32) -> Any:
         """The values, 0 from place `left` on: beyond the last token there is no mean to subtract."""
         if left < 32:
             values = [ops.select(left > key, value, Float32(0)) for key, value in enumerate(values)]
         return values
 
-    def quantize(self, values, pairs):
+    def quantize(self, values: Any, pairs: Any) -> tuple[Uint32, list[Uint32]]:
         """Scale bytes of 32 keys (one, or two in bits 0-7 and 8-15), and their codes."""
         if self.options.format == "mxfp4-direct":
             byte, scale = ops.direct_scale(ops.amplitude(values))
@@ -416,7 +416,7 @@ class QuantizeV:
         return both, [w for i, scale in enumerate(scales) for w in ops.encode_block(pairs[8 * i : 8 * i + 8], scale)]
 
     @cute.jit
-    def store_scales(self, pages, pair, block, scales):
+    def store_scales(self, pages: Int64, pair: Int32, block: Int32, scales: Any) -> None:
         """Lanes of one pair of dims join their bytes to words, one for each dim and page."""
         direct = cutlass.const_expr(self.options.format == "mxfp4-direct")
         words = []
@@ -464,7 +464,7 @@ class TokenMean:
         tokens: Int32,
         heads: Int32,
         stream: driver.CUstream,
-    ):
+    ) -> None:
         chunks = (tokens + (_MEAN_TOKENS - 1)) // _MEAN_TOKENS
         self.sum_chunks(x, partial, batch_stride, token_stride, head_stride, tokens, heads, chunks).launch(
             grid=(chunks * batch * heads, 1, 1), block=(self.THREADS, 1, 1), stream=stream
@@ -484,7 +484,7 @@ class TokenMean:
         tokens: Int32,
         heads: Int32,
         chunks: Int32,
-    ):
+    ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         head, rest = block % heads, block // heads
@@ -510,7 +510,7 @@ class TokenMean:
             ops.store_float(partial + 4 * ((flat_head * chunks + chunk) * HEAD_DIM + thread), result)
 
     @cute.kernel
-    def join(self, partial: Int64, mean: Int64, tokens: Int32, chunks: Int32):
+    def join(self, partial: Int64, mean: Int64, tokens: Int32, chunks: Int32) -> None:
         thread, _, _ = cute.arch.thread_idx()
         head, _, _ = cute.arch.block_idx()
         source = partial + 4 * (Int64(head) * chunks * HEAD_DIM + thread)

@@ -1,8 +1,8 @@
 """What one thread of a quantiser does with the values of its blocks: rounding as `wanfp4.kernels.formats` defines it.
 
 Plain functions that CuTe DSL traces into a kernel. Values travel as pairs (two Float32), because SM100 multiplies and
-adds them in pairs (`f32x2`), each half rounded as IEEE 754 says; every rounding step here is explicit (`.rn`), so the
-compiler fuses none of them.
+adds them in pairs (`f32x2`), each half rounded as IEEE 754 says. Every rounding step is explicit, but ptxas (CUDA 13)
+still joins `mul.rn.f32x2` and an `add.rn.f32x2` of its result to one FFMA2, so no such two may follow each other here.
 
 Divisions. `formats` divides by an E4M3 scale s, and a code depends on the exact quotient. Here x / s becomes
 fma(x, r, x·t) with r a few units in the last place below 1/s and t = (1 − s·r)·r the rest: r + t is 1/s to about 45
@@ -290,7 +290,7 @@ def direct_scale(amax: Float32) -> tuple[Uint32, Float32]:
     Adding half an octave to the bits carries into the exponent from 1.5 up. Below 2^-126 the bits are no exponent:
     there the byte is 0 up to 1.5 · 2^-127. Infinity is 254, NaN 255.
     """
-    return _asm(
+    byte, inverse = _asm(
         "{\n.reg .b32 b, i;\n.reg .pred p;\nadd.u32 b, {$r0}, 0x400000;\nshr.u32 b, b, 23;\nmin.u32 b, b, 254;\n"
         "setp.lt.u32 p, {$r0}, 0x600000;\nselp.b32 b, 0, b, p;\nsetp.gt.u32 p, {$r0}, 0x7f800000;\n"
         "selp.b32 b, 255, b, p;\nmov.b32 {$w0}, b;\nsub.s32 i, 254, b;\nshl.b32 i, i, 23;\n"
@@ -299,6 +299,7 @@ def direct_scale(amax: Float32) -> tuple[Uint32, Float32]:
         [Uint32, Float32],
         as_word(amax),
     )
+    return byte, inverse
 
 
 def encode_direct(x: Sequence[Pair], inverse: Float32) -> list[Uint32]:
