@@ -121,6 +121,8 @@ class Forward(Softmax):
         if warp == at.MMA_WARP:
             if lane == 0:
                 self.init_barriers(shared)
+            # Where the compiler knows that a value is the same in all lanes, it fetches it anew for every use.
+            ptx.store_shared(shared + at.TABLE + 4 * lane, Int32(at.TABLE_WORD))
             ptx.tmem_alloc(shared + at.TENSOR_ADDRESS)
         cute.arch.sync_threads()
         tensor = ptx.load_shared(shared + at.TENSOR_ADDRESS)
@@ -138,8 +140,8 @@ class Forward(Softmax):
                 self.load(shared, a)
         ptx.fence_before()
         cute.arch.sync_threads()
-        ptx.fence_after()
         if warp == at.MMA_WARP:
+            ptx.fence_after()
             ptx.tmem_dealloc(tensor)
 
     def init_barriers(self, shared: Int32) -> None:
@@ -158,8 +160,6 @@ class Forward(Softmax):
             ptx.barrier_init(shared + (at.KV_FULL + 8 * slot), 1)
             ptx.barrier_init(shared + (at.KV_EMPTY + 8 * slot), 1)
         ptx.barrier_init_fence()
-        # A constant that the compiler cannot see: it would move one it sees into a register again for every use.
-        ptx.store_shared(shared + at.TABLE, Int32(at.TABLE_WORD))
 
     # The load warp, one thread: for each job Q of both stages and K₀, then V₀ K₁ V₁ K₂ … through one ring of slots.
 
@@ -188,7 +188,7 @@ class Forward(Softmax):
                     self.fill(shared, item, keys + Int64(tile + 1) * self.o.qk_record, self.o.qk_record)
                     item += 1
             turn += 1
-        # Nobody may still read shared memory, or be about to arrive in it, when the CTA ends.
+        # Nobody may be about to arrive in shared memory when the CTA ends.
         for stage in cutlass.range_constexpr(2):
             ptx.wait(shared + (at.Q_EMPTY + 8 * stage), (turn & 1) ^ 1)
         for _ in cutlass.range(self.o.slots, unroll=1):
@@ -215,7 +215,7 @@ class Forward(Softmax):
             item += 1
             for stage in cutlass.range_constexpr(2):
                 ptx.wait(shared + (at.Q_FULL + 8 * stage), turn & 1)
-                self.scores(shared, tensor, stage, k_slot, count)
+                self.scores(shared, tensor, stage, k_slot, count, True)
             self.release(shared, k_slot)
             for tile in cutlass.range(a.k_tiles, unroll=1):
                 more = tile + 1 < a.k_tiles
@@ -226,11 +226,12 @@ class Forward(Softmax):
                     ptx.wait(shared + (at.P_FULL + 8 * stage), count & 1)
                     ptx.fence_after()
                     self.values(shared, tensor, stage, v_slot, tile)
-                    ptx.commit(shared + (at.O_DONE + 8 * stage))
+                    if cutlass.const_expr(not self.o.in_order) or not more:
+                        ptx.commit(shared + (at.O_DONE + 8 * stage))
                     if more:
                         if cutlass.const_expr(stage == 0):
                             self.filled(shared, item)
-                        self.scores(shared, tensor, stage, next_k, count + 1)
+                        self.scores(shared, tensor, stage, next_k, count + 1, False)
                 self.release(shared, v_slot)
                 if more:
                     self.release(shared, next_k)
@@ -251,7 +252,15 @@ class Forward(Softmax):
         ptx.commit(shared + at.KV_EMPTY + 8 * slot)
 
     @cute.jit
-    def scores(self, shared: Int32, tensor: Int32, stage: cutlass.Constexpr, k_slot: Int32, count: Int32):
+    def scores(
+        self,
+        shared: Int32,
+        tensor: Int32,
+        stage: cutlass.Constexpr,
+        k_slot: Int32,
+        count: Int32,
+        first: cutlass.Constexpr,
+    ):
         """S of key tile `count` for one stage. Its scales go to the other bank, whose scores must be in registers."""
         pages = 1 if self.o.folded else 2
         other = tensor + 128 * (1 - stage)
@@ -260,7 +269,7 @@ class Forward(Softmax):
             ptx.wait(shared + (at.S_FREE + 8), (count & 1) ^ 1)
         else:
             ptx.wait(shared + at.S_FREE, count & 1)
-        if cutlass.const_expr(not self.o.in_order):
+        if cutlass.const_expr(not self.o.in_order and not first):  # of a new job, Q has come after the last P V
             ptx.wait(shared + (at.O_DONE + 8 * stage), (count & 1) ^ 1)
         ptx.fence_after()
         q_tile, k_tile = shared + (at.Q + at.SLOT * stage), shared + at.KV + at.SLOT * k_slot

@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, Int64
 
 ROWS = 128  # queries of a stage, keys of a tile, channels
 THREADS = 384  # three warpgroups: softmax of each stage; MMA, load and two idle warps
-SOFTMAX_REGISTERS, OTHER_REGISTERS = 224, 64  # a thread; 64K in all
+SOFTMAX_REGISTERS, OTHER_REGISTERS = 232, 48  # a thread; 64K in all
 SOFTMAX_WARPS, MMA_WARP, LOAD_WARP = 8, 8, 9
 CODES = ROWS * ROWS // 2  # bytes of a tile's codes
 PAGE = 512  # bytes of 128 × 4 scales
@@ -27,7 +27,7 @@ TABLE_WORD = 0x03020100  # doubled values of the codes 0 to 3; those of 4 to 7 a
 # Offsets into dynamic shared memory. Barriers of a stage are 8 bytes apart.
 Q_FULL, Q_EMPTY, S_FULL, S_FREE, P_FULL, O_DONE = (16 * i for i in range(6))
 KV_FULL, KV_EMPTY = 128, 256
-TENSOR_ADDRESS, TABLE = 384, 388
+TENSOR_ADDRESS, TABLE = 384, 512  # TABLE: a word for each lane
 P_PAGES = 1024
 Q = 4096
 KV = Q + 2 * SLOT

@@ -36,10 +36,10 @@ class Softmax:
             page=shared + at.P_PAGES + 2 * at.PAGE * stage + (row % 32) * 16 + (row // 32) * 4,
             lowest=Float32(at.FLOOR) / a.scale,
             maps=tuple(ptx.twice(a.scale * slope) for slope in (1.0, self.o.A, self.o.A2)),
-            table=ptx.load_shared(shared + at.TABLE),
+            table=ptx.load_shared(shared + at.TABLE + 4 * (thread % 32)),
             guard=ptx.load_global(a.guard) if self.o.row_reference == "guarded" else Int32(0),
         )
-        count = Int32(0)
+        count, turn = Int32(0), Int32(0)  # key tiles and jobs so far
         for job in cutlass.range(block, a.jobs, grid, unroll=1):
             total, reference, bias = Float32(0.0), Float32(0.0), Int32(0)
             for tile in cutlass.range(a.keys // at.ROWS, unroll=1):
@@ -50,8 +50,9 @@ class Softmax:
                     place, a, count, a.keys // at.ROWS, a.keys % at.ROWS, total, reference, bias, True
                 )
                 count += 1
-            ptx.wait(place.barriers + at.O_DONE, (count - 1) & 1)
+            ptx.wait(place.barriers + at.O_DONE, (turn if self.o.in_order else count - 1) & 1)
             ptx.fence_after()
+            turn += 1
             head, position = job // a.pairs, (2 * (job % a.pairs) + stage) * at.ROWS + row
             self.finish(place, a, head, position, total, reference, bias)
 
@@ -91,11 +92,9 @@ class Softmax:
                 factor = ptx.exp2(reference - raised)
                 reference = raised
                 changed = Int32(1)
-        elif cutlass.const_expr(self.o.row_reference == "guarded"):
-            reference = self.guarded(place, a, tile, top, reference)
         elif cutlass.const_expr(self.o.row_reference != "shiftless"):
-            if tile == 0:
-                reference = (tops[0] if self.o.row_reference == "anchor32" else top) * a.scale + a.margin
+            anchor = tops[0] if self.o.row_reference == "anchor32" else top
+            reference = self.anchored(place, a, tile, anchor, reference)
 
         # e + MAGIC for each block; its low bits are e.
         floors = [
@@ -117,7 +116,7 @@ class Softmax:
                 changed = Int32(1)
         if ptx.any_lane(changed) != 0:
             total = total * factor
-            self.rescale(place, count, factor)
+            self.rescale(place, factor)
 
         if cutlass.const_expr(self.o.p == "nvfp4"):
             total = self.publish_nvfp4(place, a, scores, tops, total, reference)
@@ -133,10 +132,13 @@ class Softmax:
         return total, reference, bias
 
     @cute.jit
-    def guarded(self, place: Place, a: Arguments, tile: Int32, top: Float32, reference: Float32):
-        """The reference once the first tile is known, where the flag asks for an anchor."""
-        if tile == 0 and place.guard != 0:
-            reference = top * a.scale + a.margin
+    def anchored(self, place: Place, a: Arguments, tile: Int32, anchor: Float32, reference: Float32):
+        """The reference once the first tile is known; for "guarded", where the flag asks for one."""
+        wanted = tile == 0
+        if cutlass.const_expr(self.o.row_reference == "guarded"):
+            wanted = wanted and place.guard != 0
+        if wanted:
+            reference = anchor * a.scale + a.margin
         return reference
 
     def largest(self, scores: list[Float32], lowest: Float32) -> Float32:
@@ -210,16 +212,14 @@ class Softmax:
             sums += [low, high]
         return words, sums
 
-    @cute.jit
-    def rescale(self, place: Place, count: Int32, factor: Float32):
-        """Multiply this warp's rows of O, after the P V before has been added. Seldom or never needed."""
-        ptx.wait(place.barriers + at.O_DONE, (count & 1) ^ 1)
-        ptx.fence_after()
-        for first in cutlass.range_constexpr(0, 128, 32):
+    def rescale(self, place: Place, factor: Float32) -> None:
+        """Multiply this warp's rows of O. Seldom or never needed.
+
+        The P V before has been added: scores are committed after it. The wait for stores is that of P's.
+        """
+        for first in range(0, 128, 32):
             part = ptx.tmem_load(place.bank + (at.OUTPUT + first), 32)
             ptx.tmem_store(place.bank + (at.OUTPUT + first), [x * factor for x in part])
-        ptx.tmem_wait_store()
-        ptx.fence_before()
 
     @cute.jit
     def finish(
