@@ -1,8 +1,9 @@
 """What one thread of a quantiser does with the values of its blocks: rounding as `wanfp4.kernels.formats` defines it.
 
 Plain functions that CuTe DSL traces into a kernel. Values travel as pairs (two Float32), because SM100 multiplies and
-adds them in pairs (`f32x2`), each half rounded as IEEE 754 says. Every rounding step is explicit, but ptxas (CUDA 13)
-still joins `mul.rn.f32x2` and an `add.rn.f32x2` of its result to one FFMA2, so no such two may follow each other here.
+adds them in pairs (`f32x2`), each half rounded as IEEE 754 says. Every rounding step is explicit, but the ptxas in
+nvidia-cutlass-dsl 4.8.1 joins `mul.rn.f32x2` and an `add.rn.f32x2` of its result to one FFMA2 all the same, so no such
+two may follow each other here.
 
 Divisions. `formats` divides by an E4M3 scale s, and a code depends on the exact quotient. Here x / s becomes
 fma(x, r, x·t) with r a few units in the last place below 1/s and t = (1 − s·r)·r the rest: r + t is 1/s to about 45
