@@ -3,6 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 PROMPT ?= a red circle moving right
 OUT ?= out/demo
+JOBS ?= auto
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 export PYTHON
@@ -33,8 +34,8 @@ demo: $(STAMP) ## generate PROMPT with wan-fast and with BF16, and write a drift
 	@echo "  $(OUT)/bf16.mp4             the same noise with the pipeline's own attention"
 	@echo "  $(OUT)/drift/report.html    what 4-bit attention cost, step by step; opens offline"
 
-test: $(STAMP) ## all tests
-	@$(BIN)/pytest
+test: $(STAMP) ## all tests, in JOBS processes
+	@$(BIN)/pytest -n $(JOBS) --dist worksteal
 
 lint: $(STAMP) ## ruff, and mypy --strict on an installed copy
 	@.ci/lint $(VENV)
