@@ -136,8 +136,8 @@ def _lines(report: dict[str, Any]) -> list[str]:
         )
     lines += _table(rows)
     lines += [
-        '  "all" is a tile whose waits are over and whose rows need no rescaling; "rescale" comes on top where a row does.',
-        '  "last tile" is the masked one, of lengths that are no multiple of 128.',
+        '  "all": a tile whose waits are over and whose rows need no rescaling; "rescale" comes on top where one does.',
+        '  "last tile": the masked one, of lengths that are no multiple of 128.',
         "",
         "Cycles of a tile (128 queries × 128 keys): a model on paper, not a measurement",
     ]

@@ -16,6 +16,7 @@ from wanfp4.cli.drift import drift
 from wanfp4.cli.generate import generate
 from wanfp4.cli.inspect import inspect
 from wanfp4.cli.policies import app as policies_app
+from wanfp4.cli.verify import verify
 
 app = typer.Typer(
     name="wanfp4",
@@ -50,6 +51,7 @@ app.command()(decode)
 app.add_typer(policies_app, name="policies")
 app.command()(doctor)
 app.command()(inspect)
+app.command()(verify)
 
 
 def _terminate(signum: int, frame: object) -> NoReturn:
