@@ -79,7 +79,7 @@ class Forward(Softmax):
         margin: Float32,
         grid: Int32,
         stream: CUstream,
-    ):
+    ) -> None:
         self.kernel(
             q, k, v, out, lse, v_mean, guard, batch_heads, heads, queries, keys, stride_b, stride_s, stride_h, scale,
             margin,
@@ -106,7 +106,7 @@ class Forward(Softmax):
         stride_h: Int64,
         scale: Float32,
         margin: Float32,
-    ):
+    ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = thread % 32
@@ -164,7 +164,7 @@ class Forward(Softmax):
     # The load warp, one thread: for each job Q of both stages and K₀, then V₀ K₁ V₁ K₂ … through one ring of slots.
 
     @cute.jit
-    def load(self, shared: Int32, a: Arguments):
+    def load(self, shared: Int32, a: Arguments) -> None:
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         turn, item = Int32(0), Int32(0)
@@ -206,7 +206,7 @@ class Forward(Softmax):
     # The MMA warp, one thread.
 
     @cute.jit
-    def multiply(self, shared: Int32, tensor: Int32, a: Arguments):
+    def multiply(self, shared: Int32, tensor: Int32, a: Arguments) -> None:
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         turn, item, count = Int32(0), Int32(0), Int32(0)  # jobs, ring slots and key tiles so far
@@ -260,7 +260,7 @@ class Forward(Softmax):
         k_slot: Int32,
         count: Int32,
         first: cutlass.Constexpr,
-    ):
+    ) -> None:
         """S of key tile `count` for one stage. Its scales go to the other bank, whose scores must be in registers."""
         pages = 1 if self.o.folded else 2
         other = tensor + 128 * (1 - stage)

@@ -24,7 +24,7 @@ class Softmax:
     o: Options
 
     @cute.jit
-    def softmax(self, shared: Int32, tensor: Int32, thread: Int32, a: Arguments):
+    def softmax(self, shared: Int32, tensor: Int32, thread: Int32, a: Arguments) -> None:
         """All jobs of one thread."""
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
@@ -68,7 +68,7 @@ class Softmax:
         reference: Float32,
         bias: Int32,
         masked: cutlass.Constexpr,
-    ):
+    ) -> tuple[Float32, Float32, Int32]:
         """One key tile of `length` keys. Returns the row's sum of codes, its reference in octaves, and its bias."""
         ptx.wait(place.barriers + at.S_FULL, count & 1)
         ptx.fence_after()
@@ -132,7 +132,7 @@ class Softmax:
         return total, reference, bias
 
     @cute.jit
-    def anchored(self, place: Place, a: Arguments, tile: Int32, anchor: Float32, reference: Float32):
+    def anchored(self, place: Place, a: Arguments, tile: Int32, anchor: Float32, reference: Float32) -> Float32:
         """The reference once the first tile is known; for "guarded", where the flag asks for one."""
         wanted = tile == 0
         if cutlass.const_expr(self.o.row_reference == "guarded"):
@@ -231,7 +231,7 @@ class Softmax:
         total: Float32,
         reference: Float32,
         bias: Int32,
-    ):
+    ) -> None:
         """The row's output and log-sum-exp. The code sum counts halves; Direct-P's V is α·code/6."""
         direct = self.o.p == "mxfp4-direct"
         inverse = ptx.reciprocal(total) * Float32(1 / 3 if direct else 2.0)
