@@ -1,13 +1,13 @@
 """What the simulator finds wrong with a kernel.
 
-    SimulationError
-    ├── UnknownInstruction   an opcode, modifier or operand form that is not modelled; never guessed
-    ├── BoundsError          an address in no registered tensor, no shared memory, no allocated tensor memory; alignment
-    ├── PoisonError          a value is used that nobody defined
-    ├── RaceError            two accesses that nothing orders
-    ├── ProtocolError        a rule of an instruction is broken: uniformity, lanes, barrier counts, allocation
-    ├── DescriptorError      a descriptor or tensor map asks for what its instruction does not have
-    └── DeadlockError        nobody can go on
+SimulationError
+├── UnknownInstruction   an opcode, modifier or operand form that is not modelled; never guessed
+├── BoundsError          an address in no registered tensor, no shared memory, no allocated tensor memory; alignment
+├── PoisonError          a value is used that nobody defined
+├── RaceError            two accesses that nothing orders
+├── ProtocolError        a rule of an instruction is broken: uniformity, lanes, barrier counts, allocation
+├── DescriptorError      a descriptor or tensor map asks for what its instruction does not have
+└── DeadlockError        nobody can go on
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SimulationError(Wanfp4Error):
         return "\n".join(lines)
 
 
-class UnknownInstruction(SimulationError):
+class UnknownInstruction(SimulationError):  # noqa: N818 — it names what was found
     """An opcode, modifier or operand form that is not modelled."""
 
 

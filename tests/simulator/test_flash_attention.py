@@ -10,7 +10,6 @@ import torch
 
 cutlass = pytest.importorskip("cutlass")
 cute = pytest.importorskip("cutlass.cute")
-forward = pytest.importorskip("flash_attn.cute.flash_fwd_sm100")
 
 from cuda.bindings import driver  # noqa: E402
 from cutlass.cute.runtime import from_dlpack  # noqa: E402
@@ -35,7 +34,7 @@ class Attention:
             logits = logits.masked_fill(~below, -math.inf)
         self.want, self.want_lse = torch.softmax(logits, -1) @ v, torch.logsumexp(logits, -1)
 
-    def run(self, gpu: simulator.Device, compiled: dict[Any, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, gpu: simulator.Device, forward: Any, compiled: dict[Any, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Output [H, Sq, D] and LSE [H, Sq], from poisoned outputs."""
         q, k, v = (x.clone() for x in self.inputs)
         out, lse = torch.full_like(q, math.nan), torch.full((1, q.shape[2], q.shape[1]), math.nan)
@@ -46,7 +45,7 @@ class Attention:
         arguments = (*tensors, 1 / math.sqrt(self.dim))
         key = self.dim, self.causal
         if key not in compiled:
-            kernel = forward.FlashAttentionForwardSm100(self.dim, is_causal=self.causal, is_static_persistent=False)
+            kernel = forward(self.dim, is_causal=self.causal, is_static_persistent=False)
             compiled[key] = cute.compile(kernel, *arguments, stream=driver.CUstream(0))
         compiled[key](*arguments, stream=driver.CUstream(0))
         return out[0].transpose(0, 1), lse[0]
@@ -67,17 +66,19 @@ class Attention:
         (300, 333, 1, 128, True),
     ],
 )
-def test_it_runs_right_and_is_not_accused(queries: int, keys: int, heads: int, dim: int, causal: bool) -> None:
+def test_it_runs_right_and_is_not_accused(
+    flash_attention_forward: Any, queries: int, keys: int, heads: int, dim: int, causal: bool
+) -> None:
     """Unseeded with tracking, then under seeds: never a finding, and always the same bytes."""
     problem, compiled = Attention(queries, keys, heads, dim, causal), {}
     outputs = []
     with simulator.device("sm_100a", track=True) as gpu:
-        outputs.append(problem.run(gpu, compiled))
+        outputs.append(problem.run(gpu, flash_attention_forward, compiled))
         for seed in range(2):
             gpu.seed = seed
-            outputs.append(problem.run(gpu, compiled))
+            outputs.append(problem.run(gpu, flash_attention_forward, compiled))
         gpu.track = False
-        outputs.append(problem.run(gpu, compiled))
+        outputs.append(problem.run(gpu, flash_attention_forward, compiled))
     problem.check(*outputs[0])
     for out, lse in outputs[1:]:
         assert torch.equal(out.view(torch.int16), outputs[0][0].view(torch.int16))
@@ -85,20 +86,20 @@ def test_it_runs_right_and_is_not_accused(queries: int, keys: int, heads: int, d
 
 
 @pytest.mark.slow
-def test_ten_seeds_leave_the_same_bytes() -> None:
+def test_ten_seeds_leave_the_same_bytes(flash_attention_forward: Any) -> None:
     problem, compiled, outputs = Attention(256, 384, 1, 128, False), {}, []
     with simulator.device("sm_100a", track=True, seed=0) as gpu:
         for seed in range(10):
             gpu.seed = seed
-            outputs.append(problem.run(gpu, compiled)[0])
+            outputs.append(problem.run(gpu, flash_attention_forward, compiled)[0])
     assert all(torch.equal(out.view(torch.int16), outputs[0].view(torch.int16)) for out in outputs)
 
 
 @pytest.mark.slow
-def test_one_cta_over_wans_keys() -> None:
+def test_one_cta_over_wans_keys(flash_attention_forward: Any) -> None:
     problem = Attention(256, 32760, 1, 128, False)
     with simulator.device("sm_100a", track=True) as gpu:
-        out, lse = problem.run(gpu, {})
+        out, lse = problem.run(gpu, flash_attention_forward, {})
         report = gpu.report()
     problem.check(out, lse)
     assert report.instructions > 2_000_000
@@ -107,14 +108,14 @@ def test_one_cta_over_wans_keys() -> None:
     assert report.tensor_columns == 512
 
 
-def test_the_strict_ordering_finds_what_it_leaves_to_the_hardware() -> None:
+def test_the_strict_ordering_finds_what_it_leaves_to_the_hardware(flash_attention_forward: Any) -> None:
     """Its tensor-core operations of different warps have no tcgen05.fence between them, which the ISA asks for."""
     problem = Attention(256, 256, 1, 128, False)
     with (
         simulator.device("sm_100a", track=True, ordering="isa") as gpu,
         pytest.raises(simulator.RaceError, match=r"tcgen05\.fence") as found,
     ):
-        problem.run(gpu, {})
+        problem.run(gpu, flash_attention_forward, {})
     assert found.value.place is not None
     assert found.value.place.source is not None
     assert "flash_fwd_sm100.py" in found.value.place.source
