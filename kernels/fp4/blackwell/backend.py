@@ -212,7 +212,7 @@ def plan(numerics: Numerics, guard: Guard | None, dtype: torch.dtype, return_lse
         out=DTYPES[dtype],
         lse=return_lse,
         v_mean=numerics.smooth_v,
-        **({"p_peak": numerics.p_peak} if numerics.p == "nvfp4" else {}),
+        p_peak=numerics.p_peak if numerics.p == "nvfp4" else Options.p_peak,
     )
     order: dict[str, Any] = {"anchor": anchor} | ({"guarded": True} if decides else {})
     raw = anchored.margin_unit == "raw"

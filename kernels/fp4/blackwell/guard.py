@@ -62,7 +62,7 @@ class SampleLogits:
         scale: Float32,
         limit: Float32,
         stream: driver.CUstream,
-    ):
+    ) -> None:
         self.kernel(
             q, k, flag, q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride,
             heads, queries, keys, scale, limit,
@@ -85,7 +85,7 @@ class SampleLogits:
         keys: Int32,
         scale: Float32,
         limit: Float32,
-    ):
+    ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         flat_head, part = block // (SAMPLES // ROWS), block % (SAMPLES // ROWS)
@@ -121,7 +121,7 @@ class SampleLogits:
             self.set(flag)
 
     @cute.jit
-    def token(self, place: Int32, tokens: Int32):
+    def token(self, place: Int32, tokens: Int32) -> Int32:
         """round(place · (S − 1) / 127), or `place` where all tokens are sampled. 127 is odd: nothing lies halfway."""
         token = place
         if tokens > SAMPLES:
