@@ -357,23 +357,25 @@ def _kind(code: sass.Function, group: frozenset[str]) -> str:
 
 
 def _tail(code: sass.Function, loop: sass.Loop, converts: Callable[[frozenset[str]], int]) -> int | None:
-    """Instructions of a pass through the part outside of the loop that makes P of the last tile."""
-    makers = [
-        b
-        for b in code.dominators
-        if b not in loop.blocks
-        and converts(frozenset([b]))
-        and any(i.base == "STTM" for i in code.blocks[b].instructions)
-    ]
-    if len(makers) != 1:
-        return None
-    around = code.innermost(makers[0])
-    if around is None or loop.header not in around.blocks:
+    """Instructions of a pass through the part outside of the loop that makes P of the last tile.
+
+    None where P is made in no single such part: flash-attn-4 has one before its loop for a first tile of any length.
+    """
+    makers = [b for b in code.dominators if b not in loop.blocks and converts(frozenset([b]))]
+    around = min(
+        (other for other in code.loops if loop.blocks < other.blocks and other.blocks.issuperset(makers)),
+        key=lambda other: len(other.blocks),
+        default=None,
+    )
+    if not makers or around is None:
         return None
     # The part begins with the first block that only this tile passes.
     every = code.always(around.latches, around.blocks)
-    first = min(code.dominators[makers[0]] - every & around.blocks, key=lambda b: len(code.dominators[b]))
-    part = frozenset(b for b in around.blocks if first in code.dominators[b])
+    conditional = [code.dominators[b] & around.blocks - every for b in makers]
+    if not (common := frozenset.intersection(*conditional)):
+        return None
+    first = min(common, key=lambda b: len(code.dominators[b]))
+    part = frozenset(b for b in around.blocks if first in code.dominators.get(b, ()))
     ends = [b for b in part if set(code.blocks[b].next) & around.blocks - part]
     taken = code.always(ends, part)
     for group in code.joined(part - taken):
