@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import generate, tiny_pipeline
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
@@ -59,8 +60,12 @@ def gpu(device: simulator.Device, kernels: cache.Kernels, monkeypatch: pytest.Mo
         device.register(new)
         return new
 
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any) -> backend.Launched:
+        device.register(q=q, k=k, v=v)
+        return backend.run_on(target, q, k, v, *how)
+
     target = backend.Target(kernels, MULTIPROCESSORS, empty)
-    monkeypatch.setattr(backend, "run", lambda *call: backend.run_on(target, *call))
+    monkeypatch.setattr(backend, "run", run)
     sm100, *others = dispatch.backends()
     believing = dataclasses.replace(sm100, missing=lambda: None, refuses=lambda n, _: backend.limits(n))
     monkeypatch.setattr(dispatch, "_BACKENDS", (believing, *others))
@@ -81,14 +86,13 @@ def draw(
     return [(torch.randn(batch, n, heads, 128, generator=g) * s).to(dtype) for n, s in shapes]
 
 
-def check(gpu: simulator.Device, qkv: list[torch.Tensor], policy: Policy, lse: bool = False) -> dispatch.Outcome:
+def check(qkv: list[torch.Tensor], policy: Policy, lse: bool = False) -> dispatch.Outcome:
     """Run a policy on the simulator, and compare with the reference's float32 output rounded to the output's type.
 
     The reference adds scores and outputs in another order. So a few outputs fall on the other side of a rounding, or,
     where a score is within that of a threshold, have another code of P.
     """
     q, k, v = qkv
-    gpu.register(q=q, k=k, v=v)
     before = [t.clone() for t in qkv]
     found = dispatch.run(q, k, v, policy.numerics, guard=policy.guard, return_lse=lse)
     assert found.backend == "sm100"
@@ -119,26 +123,26 @@ def test_supported_presets() -> None:
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_every_supported_preset(gpu: simulator.Device, name: str) -> None:
-    check(gpu, draw(33, 200), get_policy(name), lse=True)
+    check(draw(33, 200), get_policy(name), lse=True)
 
 
 @pytest.mark.parametrize("tokens", [1, 31, 129])
 def test_lengths(gpu: simulator.Device, tokens: int) -> None:
-    check(gpu, draw(tokens), get_policy("wan-fast"), lse=True)
+    check(draw(tokens), get_policy("wan-fast"), lse=True)
 
 
 @pytest.mark.slow
 def test_several_tiles(gpu: simulator.Device) -> None:
-    check(gpu, draw(640), get_policy("direct-p-fast"))
+    check(draw(640), get_policy("direct-p-fast"))
 
 
 def test_batch_and_heads_on_few_multiprocessors(gpu: simulator.Device) -> None:
-    check(gpu, draw(40, 70, batch=2, heads=2), get_policy("direct-p-fast"))
+    check(draw(40, 70, batch=2, heads=2), get_policy("direct-p-fast"))
     assert gpu.report().grid == (MULTIPROCESSORS, 1, 1)
 
 
 def test_fp16(gpu: simulator.Device) -> None:
-    check(gpu, draw(33, 140, dtype=torch.float16), get_policy("direct-p-fast"))
+    check(draw(33, 140, dtype=torch.float16), get_policy("direct-p-fast"))
 
 
 def test_strides(gpu: simulator.Device) -> None:
@@ -147,12 +151,12 @@ def test_strides(gpu: simulator.Device) -> None:
     together = torch.randn(2, 2, 40, 3, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     q, k, v = (together[:, :, :, i].transpose(1, 2) for i in range(3))
     assert not q.is_contiguous()
-    check(gpu, [q, k, v], policy)
-    check(gpu, [q[:1], k[:1, :, :1].expand(-1, -1, 2, -1), v[:1]], policy)
+    check([q, k, v], policy)
+    check([q[:1], k[:1, :, :1].expand(-1, -1, 2, -1), v[:1]], policy)
     odd = torch.randn(1, 20, 1, 385, generator=torch.Generator().manual_seed(1)).bfloat16()
-    check(gpu, [odd[..., i : i + 128] for i in (1, 129, 257)], policy)
+    check([odd[..., i : i + 128] for i in (1, 129, 257)], policy)
     turned = torch.randn(1, 128, 1, 20, generator=torch.Generator().manual_seed(2)).bfloat16().transpose(1, 3)
-    check(gpu, [turned] * 3, policy)
+    check([turned] * 3, policy)
 
 
 def test_what_can_be_read_in_place_is(gpu: simulator.Device) -> None:
@@ -173,7 +177,7 @@ def test_guard_decides_on_the_device(gpu: simulator.Device) -> None:
     base = get_policy("wan-fast")
     largest = reference.sampled_logit(q, k, 128**-0.5)
     for limit, guarded in ((largest * 1.001, 0), (largest * 0.999, 1)):
-        found = check(gpu, [q, k, v], base.with_(name="mine", guard=Guard(110, 16, logit_limit=limit)), lse=True)
+        found = check([q, k, v], base.with_(name="mine", guard=Guard(110, 16, logit_limit=limit)), lse=True)
         assert found.notes == {"guard_decisions_on_device": 1}
         assert found.flag is not None
         assert found.flag.item() == guarded
@@ -182,12 +186,12 @@ def test_guard_decides_on_the_device(gpu: simulator.Device) -> None:
 def test_guard_in_octaves(gpu: simulator.Device) -> None:
     q, k, v = draw(20, 150, sigma=8.0)
     guard = Guard(16, 16, margin_unit="log2", logit_limit=1.0)
-    check(gpu, [q, k, v], get_policy("wan-fast").with_(name="mine", guard=guard), lse=True)
+    check([q, k, v], get_policy("wan-fast").with_(name="mine", guard=guard), lse=True)
 
 
 def test_without_a_guard_nothing_is_sampled(gpu: simulator.Device) -> None:
     q, k, v = draw(20, 40, sigma=100.0)
-    found = check(gpu, [q, k, v], get_policy("wan-fast").with_(name="mine", guard=None))
+    found = check([q, k, v], get_policy("wan-fast").with_(name="mine", guard=None))
     assert found.flag is None
     assert found.notes == {}
 
@@ -198,7 +202,6 @@ def test_smoothed_keys_and_values(gpu: simulator.Device) -> None:
     offset = torch.randn(128, generator=torch.Generator().manual_seed(0))
     k, v = k + 3 * offset, v - 2 * offset
     qkv = [t.bfloat16() for t in (q, k, v)]
-    gpu.register(*qkv)
     numerics = dataclasses.replace(get_policy("direct-p-exp2").numerics, smooth_k=True, smooth_v=True)
     found = dispatch.run(*qkv, numerics, backend="sm100").out.float()
     wanted = reference.attention(qkv[0], qkv[1], qkv[2].float(), numerics, scale=128**-0.5).out
@@ -209,13 +212,27 @@ def test_smoothed_keys_and_values(gpu: simulator.Device) -> None:
 
 def test_public_attention_takes_it_first(gpu: simulator.Device) -> None:
     q, k, v = draw(20, 40)
-    gpu.register(q, k, v)
     out, lse = wanfp4.attention(q, k, v, "direct-p-fast", return_lse=True, scale=0.05)
     numerics = get_policy("direct-p-fast").numerics
     wanted = reference.attention(q, k, v, numerics, scale=0.05, return_lse=True)
     assert (out.float() - wanted.out.float()).norm() <= 1e-3 * wanted.out.float().norm()
     torch.testing.assert_close(lse, wanted.lse, rtol=1e-6, atol=1e-5)
     assert dispatch.select(get_policy("sage3").numerics, q.device).name == "reference"
+
+
+@pytest.mark.slow
+def test_a_patched_pipeline(gpu: simulator.Device) -> None:
+    """A whole denoising run on the simulator, and what its receipt says of the guard."""
+    results, receipts = [], []
+    for name in ("sm100", "reference"):
+        pipe = tiny_pipeline(dtype=torch.bfloat16)
+        with wanfp4.patch(pipe, "wan-fast", backend=name, strict=True) as handle:
+            results.append(generate(pipe, steps=1).float())
+            receipts.append(handle.receipt())
+    assert (results[0] - results[1]).norm() <= 0.01 * results[1].norm()
+    (line,) = receipts[0].summary()
+    assert line.endswith("wan-fast on sm100, 4 calls, 4 guard decisions on device")
+    assert receipts[0].entries[0].ran.numerics == receipts[1].entries[0].ran.numerics
 
 
 def launches(kernels: cache.Kernels, call: tuple[Any, ...], stream: int = 0) -> tuple[list[Launch], list[int]]:
