@@ -276,6 +276,16 @@ def test_issue_slots_for_two_elements(forwards):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["direct-p-fast", "wan-fast", "wan-two-piece"])
+def test_the_page_gives_these_figures(forwards, name):
+    page = (Path(__file__).resolve().parents[3] / "docs" / "sm100.md").read_text(encoding="utf-8")
+    [line] = [line for line in page.splitlines() if line.startswith("|") and f"(`{name}`)" in line]
+    slots, limit = (float(cell) for cell in line.strip("|").split("|")[1:])
+    assert slots == pytest.approx(forwards[name].loop.per_pair(), abs=0.1)
+    assert slots <= limit
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_exponentials(forwards, name):
     """None in the shiftless loops; of the others, one for each score that the classifier gives to exp2, in whole pairs.
