@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,8 +128,12 @@ def prepare(backend: str, simulate: bool, chosen: Sequence[Policy], arch: str, d
     reasons = {p.name: work.unsupported(p, backend, place, simulate=simulate) for p in chosen or policies().values()}
     left_out = {name: why for name, why in reasons.items() if why is not None}
     if left_out and (chosen or len(left_out) == len(reasons)):
-        hint = "" if simulate else "; --simulate runs its kernels on the simulator" if backend == "sm100" else ""
-        raise BackendError(f"{backend!r} cannot run policy {min(left_out)!r}: {left_out[min(left_out)]}{hint}")
+        hint = "; --simulate runs its kernels on the simulator" if backend == "sm100" and not simulate else ""
+        if chosen:
+            name = next(policy.name for policy in chosen if policy.name in left_out)
+            raise BackendError(f"{backend!r} cannot run policy {name!r}: {left_out[name]}{hint}")
+        [(why, _)] = Counter(left_out.values()).most_common(1)
+        raise BackendError(f"{backend!r} can run no policy here: {why}{hint}")
     able = tuple(p for p in chosen or policies().values() if p.name not in left_out)
     return Plan(backend, arch if simulate else None, place, able, left_out)
 
