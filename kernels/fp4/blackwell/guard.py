@@ -112,10 +112,9 @@ class SampleLogits:
                 for i in cutlass.range_constexpr(_TOGETHER):
                     query = self.load_shared(buffer + (first + i) * 256 + 16 * part_of_key)
                     sums[i] = self.multiply_add(query, key[4 * part_of_key : 4 * part_of_key + 4], sums[i])
-            for i in cutlass.range_constexpr(_TOGETHER):
-                # Where there is no query or key, infinities of the other would meet zeros.
-                real = (part * ROWS + first + i < queries) & (thread < keys)
-                largest = self.larger(largest, ops.select(real, sums[i], Float32(0)))
+            # Where there is no query or key there are zeros, whose products are 0, or NaN with an infinity.
+            for total in sums:
+                largest = self.larger(largest, total)
         exceeds = cute.arch.vote_any_sync(self.scaled(largest, scale) > limit)
         if (thread % 32 == 0) & exceeds:
             self.set(flag)
