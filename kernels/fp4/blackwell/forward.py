@@ -80,9 +80,12 @@ class Forward(Softmax):
         grid: Int32,
         stream: CUstream,
     ) -> None:
+        # Out of the kernel's constants these cost no registers.
+        q_tiles, k_tiles = (queries + at.ROWS - 1) // at.ROWS, (keys + at.ROWS - 1) // at.ROWS
+        pairs = (q_tiles + 1) // 2
         self.kernel(
             q, k, v, out, lse, v_mean, guard, batch_heads, heads, queries, keys, stride_b, stride_s, stride_h, scale,
-            margin,
+            margin, q_tiles, k_tiles, pairs, batch_heads * pairs,
         ).launch(
             grid=(grid, 1, 1), block=(at.THREADS, 1, 1), smem=self.o.shared_bytes, stream=stream, min_blocks_per_mp=1
         )  # fmt: skip
@@ -106,16 +109,18 @@ class Forward(Softmax):
         stride_h: Int64,
         scale: Float32,
         margin: Float32,
+        q_tiles: Int32,
+        k_tiles: Int32,
+        pairs: Int32,
+        jobs: Int32,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = thread % 32
         shared = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint())
-        q_tiles = (queries + at.ROWS - 1) // at.ROWS
-        pairs = (q_tiles + 1) // 2
         a = Arguments(
             q, k, v, out, lse, v_mean, guard, batch_heads, heads, queries, keys, stride_b, stride_s, stride_h, scale,
-            margin, q_tiles, (keys + at.ROWS - 1) // at.ROWS, pairs, batch_heads * pairs,
+            margin, q_tiles, k_tiles, pairs, jobs,
         )  # fmt: skip
 
         if warp == at.MMA_WARP:
@@ -132,12 +137,12 @@ class Forward(Softmax):
             self.softmax(shared, tensor, thread, a)
         else:
             cute.arch.setmaxregister_decrease(at.OTHER_REGISTERS)
-        if warp == at.MMA_WARP:
-            with cute.arch.elect_one():
-                self.multiply(shared, tensor, a)
-        if warp == at.LOAD_WARP:
-            with cute.arch.elect_one():
-                self.load(shared, a)
+            if warp == at.MMA_WARP:
+                with cute.arch.elect_one():
+                    self.multiply(shared, tensor, a)
+            if warp == at.LOAD_WARP:
+                with cute.arch.elect_one():
+                    self.load(shared, a)
         ptx.fence_before()
         cute.arch.sync_threads()
         if warp == at.MMA_WARP:

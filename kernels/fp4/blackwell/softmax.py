@@ -178,8 +178,8 @@ class Softmax:
     ) -> Float32:
         """NVFP4: s = E4M3(2^max/6), codes of u(x), x = log2 of the scaled probability − log2 s."""
         peak = Float32(math.log2(self.o.p_peak)) - reference
-        words: list[Int32] = []
         for page in range(2):
+            words: list[Int32] = []
             blocks = range(4 * page, 4 * page + 4)
             peaks = [ptx.exp2(ptx.fma(tops[b], a.scale, peak)) * Float32(1 / 6) for b in blocks]
             packed = ptx.pack_scales(peaks)
@@ -189,7 +189,7 @@ class Softmax:
                 weight = ptx.as_float(ptx.byte_sum(sums, 0x4B000000)) - Float32(2**23)
                 total = ptx.fma(scale, weight, total)
             ptx.store_shared(place.page + at.PAGE * page, packed)
-        ptx.tmem_store(place.bank + at.P_CODES, words)
+            ptx.tmem_store(place.bank + (at.P_CODES + 8 * page), words)
         return total
 
     def codes(

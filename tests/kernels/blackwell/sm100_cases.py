@@ -162,9 +162,9 @@ def run(
 
 
 class Watched:
-    """While active, keeps the codes and scale words that softmax threads publish: lists by (CTA, stage), a tile each.
+    """While active, keeps the codes and scale words that softmax threads publish, by CTA and warp, in their order.
 
-    codes   [128 rows, 16 words]; scales [128 rows] of the first page, or [128 rows, 2].
+    codes   [32 rows, 16 or 8 words]; scales [32 rows, 4 bytes] of a page.
     """
 
     def __init__(self, monkeypatch: Any) -> None:
@@ -173,7 +173,7 @@ class Watched:
         store, shared = CTA.tmem_store, CTA.store_shared
 
         def tmem_store(cta: Any, w: Any, address: int, shape: str, values: Any, poison: Any) -> None:
-            if len(values) == 16 and address & 127 == 64:
+            if len(values) in (8, 16) and address & 127 in (64, 72):  # all codes of a tile, or half of them
                 self._keep(self.codes, cta, w, np.stack(values, 1))
             store(cta, w, address, shape, values, poison)
 
