@@ -168,7 +168,7 @@ class Kernels:
 def kernels(arch: str) -> Kernels:
     """The process's kernels of an architecture, with the stores of the environment."""
     others = [Path(p) for p in os.environ.get("WANFP4_KERNELS", "").split(os.pathsep) if p]
-    for store in others:
+    for store in (_PREBUILT, *others) if _PREBUILT.is_dir() else others:
         _explain(store, arch)
     return Kernels(arch, [_PREBUILT, *others], cache_folder())
 
