@@ -34,7 +34,8 @@ def test_a_sample_of_them(ordering: str, start: int) -> None:
     trial = experiment(ordering)
     verdicts = trial.run([site for site in trial.sites() if trial.executed[site.block]][start::6])
     assert unexplained(verdicts) == []
-    assert sum(verdict.caught for verdict in verdicts) >= 0.6 * len(verdicts)
+    judged = [verdict for verdict in verdicts if verdict.reason != "granted"]  # "pipe" asks for no tcgen05.fence
+    assert sum(verdict.caught for verdict in judged) >= 0.7 * len(judged) > 5
 
 
 @pytest.mark.slow
