@@ -34,7 +34,7 @@ EXPECTED = {
 }
 TOLERANCE = 0.001
 NOT_HERE = (
-    "Blackwell (FP4 tensor cores, compute capability 10.0) and Triton backends are planned and not in this version: "
+    "A Triton backend, for other GPUs, is planned and not in this version: "
     "every 4-bit policy runs by emulation, which shows quality and brings no speed."
 )
 

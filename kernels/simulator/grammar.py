@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from wanfp4.simulator import arity
 from wanfp4.simulator.findings import UnknownInstruction
 from wanfp4.simulator.ptx import Instruction
 
@@ -83,6 +84,7 @@ def find(ins: Instruction) -> tuple[Rule, tuple[str, ...]]:
 def translate(b: Block, ins: Instruction) -> None:
     """Emit the code of one instruction into a block, its checks first."""
     rule, parts = find(ins)
+    arity.check(ins)
     if rule.effects:
         b.emit(f"w.at = {ins.line}")
     if rule.uses:
