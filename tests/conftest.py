@@ -18,6 +18,7 @@ torch.set_num_threads(1)
 _HELPERS = (
     "tiny.py",
     "kernels/naive.py",
+    "kernels/interpreter.py",
     "simulator/programs.py",
     "simulator/cases.py",
     "simulator/lanes.py",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from wanfp4.errors import BackendError, UnsupportedInputError
-from wanfp4.kernels import reference
+from wanfp4.kernels import emulated, reference
 from wanfp4.kernels.blackwell import backend as sm100
 from wanfp4.policy import Guard, Numerics, Policy, get_policy
 
@@ -76,6 +76,14 @@ def _sm100(
     return Outcome(done.out, done.lse, "sm100", notes, done.flag)
 
 
+def _triton(
+    q: Tensor, k: Tensor, v: Tensor, numerics: Numerics, guard: Guard | None, scale: float, return_lse: bool
+) -> Outcome:
+    done = emulated.run(q, k, v, numerics, guard, scale, return_lse)
+    notes = {} if done.flag is None else {"guard_decisions_on_device": 1}
+    return Outcome(done.out, done.lse, "triton", notes, done.flag)
+
+
 def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, numerics: Numerics, guard: Guard | None, scale: float, return_lse: bool
 ) -> Outcome:
@@ -118,6 +126,15 @@ _BACKENDS = (
             None if numerics.is_exact else f"it rounds nothing, and the policy asks for {numerics.label}"
         ),
         _sdpa,
+    ),
+    Backend(
+        "triton",
+        "Triton emulation on the BF16 tensor cores of any NVIDIA GPU since A100: the numerics, not the speed of FP4",
+        False,
+        emulated.missing,
+        emulated.refuses,
+        _triton,
+        emulated.declines,
     ),
     Backend(
         "reference",

@@ -1,0 +1,108 @@
+"""Rounding in registers for the Triton kernels: E2M1, E4M3, powers of two, BF16. Importing it imports triton.
+
+`(x + g) - g` rounds x ≥ 0 to multiples of g's unit in the last place, to nearest, ties to even. With g = 2^22·x that is
+half the power of two at or below x, E2M1's spacing; with 2^20·x an eighth of it, E4M3's. g has a lower bound where the
+format's spacing has one, so a whole rounding is a product, a maximum and two additions. g's last bit is 0 wherever x
+lies halfway, so ties fall as they should. In units of a power of two α, x·α rounds to α times the rounded x.
+"""
+
+import triton
+import triton.language as tl
+
+_ALL = tl.constexpr(tl.PropagateNan.ALL)
+INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def round_e2m1(x, unit):
+    """unit · E2M1(max(x / unit, 0)) for a power of two `unit`, without saturation: right below 7·unit. NaN stays."""
+    grid = tl.maximum(x * 4194304.0, unit * 4194304.0)
+    return tl.maximum((x + grid) - grid, 0.0, propagate_nan=_ALL)
+
+
+@triton.jit
+def round_e4m3(x, unit):
+    """unit · E4M3(x / unit) for x ≥ 0, a power of two `unit`, without saturation: right below 464·unit. NaN stays."""
+    grid = tl.maximum(x * 1048576.0, unit * 16384.0)
+    return (x + grid) - grid
+
+
+@triton.jit
+def at_most(x, largest):
+    """min(x, largest) that keeps NaN."""
+    return tl.minimum(x, largest, propagate_nan=_ALL)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """Bits of |x|. They are ordered as the magnitudes are, with infinity and then NaN above all numbers."""
+    return x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def signed(value, like):
+    """`value` ≥ 0 with the sign of `like`."""
+    return tl.where(like < 0, -value, value)
+
+
+@triton.jit
+def e4m3_scale(amax):
+    """UE4M3 value of amax / 6, as IEEE 754 divides."""
+    return round_e4m3(at_most(tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32)), 448.0), 1.0)
+
+
+@triton.jit
+def direct_amplitude(bits):
+    """Direct-P's amplitude: the power of two nearest to the float with `bits`, arithmetic midpoint 1.5. NaN stays.
+
+    Bits of 2^-126 at least, where a subnormal would be lost on the way, and of 2^127 at most, the largest byte.
+    """
+    power = (bits + 0x400000) & 0x7F800000
+    power = tl.minimum(tl.maximum(power, 0x00800000), 0x7F000000)
+    return tl.where(bits > 0x7F800000, bits, power).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e4m3_block_scale(amax):
+    """The smallest power of two s with amax ≤ 448·s, 2^-126 at least, 2^127 at most. NaN stays."""
+    bits = tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32)).to(tl.uint32, bitcast=True)
+    power = (bits + 0x7FFFFF) & 0x7F800000
+    power = tl.minimum(tl.maximum(power, 0x00800000), 0x7F000000)
+    return tl.where(bits > 0x7F800000, bits, power).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def inverse_power(scale):
+    """1 / scale for a power of two from 2^-126 to 2^127, exactly (2^-127 is subnormal). NaN stays NaN."""
+    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+
+
+@triton.jit
+def to_bf16(x):
+    """x in BF16, to nearest, ties to even. The interpreter would cut the lower bits off."""
+    if INTERPRET:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) & 0xFFFF0000
+        x = tl.where(x == x, rounded, bits).to(tl.float32, bitcast=True)
+    return x.to(tl.bfloat16)
+
+
+@triton.jit
+def dot(a, b):
+    """a · b in float32, of BF16 matrices. The interpreter has no arithmetic for BF16."""
+    if INTERPRET:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def bound(x):
+    """A number that a loop begins or ends with. The interpreter's loops take no tensors for it (with NumPy 2.4)."""
+    return x
+
+
+if INTERPRET:
+
+    def bound(x):
+        return int(x.handle.data.item())
