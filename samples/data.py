@@ -29,7 +29,7 @@ DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  
 DIRECTION_NAMES = tuple(DIRECTIONS)
 BACKGROUNDS = ("black", "gray", "white", "striped", "checkered", "gradient")
 
-PAIRS = 0.45  # share of training clips with two objects
+PAIRS = 0.6  # share of training clips with two objects
 
 # Regular polygons and stars as (corners, outer radius, inner radius, rotation); circle and cross have formulas.
 _POLYGONS = {

@@ -37,7 +37,7 @@ VALIDATION_SIGMAS = (0.95, 0.85, 0.7, 0.5, 0.3, 0.1)
 class TransformerSettings:
     """Everything that the trained weights follow from, but for the VAE and the device."""
 
-    steps: int = 9000
+    steps: int = 12440
     seed: int = 0
     batch: int = 192
     clips: int = 20480  # drawn and encoded once
@@ -376,8 +376,9 @@ class RecordedStep:
             self.loss = function(*self.inputs)
             self.loss.backward()
         self.gradients = [p.grad for p in parameters]
-        self.last_gradient = self.inputs[-1].grad
-        assert self.last_gradient is not None
+        last = self.inputs[-1].grad
+        assert last is not None
+        self.last_gradient = last
         self._clear()
 
     def _clear(self) -> None:
