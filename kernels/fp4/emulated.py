@@ -43,30 +43,44 @@ class Launched(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    """How the forward kernel is launched: queries and keys of a tile, warps, and stages of its pipeline."""
+    """How the forward kernel is launched: queries and keys of a tile, warps, stages of its pipeline, and whether tiles
+    are copied by the tensor memory accelerator."""
 
     queries: int
     keys: int
     warps: int
     stages: int
+    tma: bool = True
 
 
 # The first is what runs; kernels/bench/attention.py times all. They are chosen once, not by timing at run time, so that
 # two runs give the same bytes. Where the running maximum counts, a tile is the 128 keys of the contract.
-DIRECT_CONFIGS = (
+_DIRECT = (
     Config(128, 128, 8, 3),
     Config(128, 128, 8, 2),
-    Config(128, 64, 8, 3),
-    Config(128, 64, 4, 3),
+    Config(128, 64, 8, 2),
     Config(64, 128, 4, 3),
-    Config(64, 64, 4, 3),
+    Config(64, 64, 4, 2),
+    Config(128, 128, 8, 3, tma=False),
 )
-ROWMAX_CONFIGS = (Config(128, 128, 8, 2), Config(128, 128, 8, 3), Config(64, 128, 4, 2), Config(64, 128, 4, 3))
+_ROWMAX = (
+    Config(128, 128, 8, 3),
+    Config(128, 128, 8, 2),
+    Config(64, 128, 4, 3),
+    Config(64, 128, 4, 2),
+    Config(128, 128, 8, 3, tma=False),
+)
+# Without the accelerator, and within 99 KiB of shared memory, as all others from SM80 up have.
+_SMALL_DIRECT = (Config(128, 64, 8, 2, tma=False), Config(64, 64, 4, 2, tma=False))
+_SMALL_ROWMAX = (Config(128, 128, 8, 2, tma=False), Config(64, 128, 4, 1, tma=False))
 
 
-def configs(numerics: Numerics) -> tuple[Config, ...]:
+def configs(numerics: Numerics, capability: tuple[int, int] = (9, 0)) -> tuple[Config, ...]:
     """What the forward kernel of these numerics may be launched with, the default first."""
-    return ROWMAX_CONFIGS if numerics.row_reference == "rowmax" else DIRECT_CONFIGS
+    large = capability[0] in (9, 10)
+    if numerics.row_reference == "rowmax":
+        return _ROWMAX if large else _SMALL_ROWMAX
+    return _DIRECT if large else _SMALL_DIRECT
 
 
 # Who takes what
@@ -107,7 +121,7 @@ def missing() -> str | None:
         return f"PyTorch {torch.__version__} ({built}) finds no CUDA device, and it needs {_needed_gpu()}"
     if not torch.cuda.is_initialized():
         return None
-    others = [_wrong_gpu(i) for i in range(torch.cuda.device_count())]
+    others = [wrong_gpu(i) for i in range(torch.cuda.device_count())]
     return None if None in others else others[0]
 
 
@@ -116,7 +130,8 @@ def _needed_gpu() -> str:
 
 
 @functools.cache
-def _wrong_gpu(index: int) -> str | None:
+def wrong_gpu(index: int) -> str | None:
+    """Why CUDA device `index` cannot run the kernels, or None."""
     capability = torch.cuda.get_device_capability(index)
     if capability >= CAPABILITY:
         return None
@@ -129,9 +144,11 @@ def refuses(numerics: Numerics, device: torch.device) -> str | None:
     if not (device.type == "cpu" and interpreted()):
         if device.type != "cuda":
             return f"the tensors are on {device}, and it needs {_needed_gpu()}"
-        wrong = _wrong_gpu(torch.cuda.current_device() if device.index is None else device.index)
+        wrong = wrong_gpu(torch.cuda.current_device() if device.index is None else device.index)
         if wrong:
             return wrong
+        if numerics.p == "mxfp4-direct" and torch.cuda.get_device_capability(device)[0] in (10, 11):
+            return "triton 3.6 does not compile its Direct-P for tensor memory; the backend 'sm100' runs that there"
     return limits(numerics)
 
 
@@ -226,7 +243,7 @@ def _run(
     config: Config | None,
 ) -> Launched:
     rounded = quantize(q, k, v, numerics, guard, scale, return_lse)
-    out, lse = multiply(rounded, q, k, v, numerics, guard, scale, return_lse, config or configs(numerics)[0])
+    out, lse = multiply(rounded, q, k, v, numerics, guard, scale, return_lse, config)
     return Launched(out, lse, rounded.flag)
 
 
@@ -280,24 +297,26 @@ def quantize(
     # Fused multiply-adds would give other sums of squared errors than the contract's.
     exactly = {"enable_fp_fusion": False} if n.qk == "nvfp4-folded" else {}
     anchor = anchors(anchored(n, guard))
-    q_tile = TILE if n.smooth_q else 32
+    # Few tokens for many registers; the interpreter's cost is the number of programs.
+    few = TILE if interpreted() else 32
+    q_tile = TILE if n.smooth_q else few
     kernels.quantize[(flat * (q_padded // q_tile),)](
         q, rounded.q, None, None, None, rounded.q_norms, None, rounded.block_means, k_mean, rounded.lse_shift,
         *_strides(q), heads, queries, q_padded, scale,
         FORMAT=n.qk, ANCHORS=0, GUARDED=False, MEAN=False, NORM="rows" if bounded else "none",
         BLOCK_MEAN=n.smooth_q, LSE_SHIFT=rounded.lse_shift is not None, T=q_tile, num_warps=4, **exactly,
     )  # fmt: skip
-    kernels.quantize[(flat * (k_padded // 32),)](
+    kernels.quantize[(flat * (k_padded // few),)](
         k, rounded.k, k_mean, None, flag, None, rounded.k_norms, None, None, None,
         *_strides(k), heads, keys, k_padded, scale,
         FORMAT=n.qk, ANCHORS=anchor, GUARDED=flag is not None, MEAN=n.smooth_k, NORM="largest" if bounded else "none",
-        BLOCK_MEAN=False, LSE_SHIFT=False, T=32, num_warps=4, **exactly,
+        BLOCK_MEAN=False, LSE_SHIFT=False, T=few, num_warps=4, **exactly,
     )  # fmt: skip
-    kernels.quantize[(flat * (k_padded // 32),)](
+    kernels.quantize[(flat * (k_padded // few),)](
         v, rounded.v, v_mean, rounded.v_gain, flag, None, None, None, None, None,
         *_strides(v), heads, keys, k_padded, scale,
         FORMAT="nvfp4-tokens" if n.v == "nvfp4" else n.v, ANCHORS=anchor, GUARDED=flag is not None, MEAN=n.smooth_v,
-        NORM="none", BLOCK_MEAN=False, LSE_SHIFT=False, T=32, num_warps=4,
+        NORM="none", BLOCK_MEAN=False, LSE_SHIFT=False, T=few, num_warps=4,
     )  # fmt: skip
     return rounded
 
@@ -311,14 +330,14 @@ def multiply(
     guard: Guard | None,
     scale: float,
     return_lse: bool,
-    config: Config,
+    config: Config | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The fused forward over rounded operands: out [B, Sq, H, 128] in v's dtype, contiguous, and lse [B, H, Sq]."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     from wanfp4.kernels import emulated_forward as kernels
 
     n = numerics
+    if config is None:
+        config = configs(n, torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0))[0]
     batch, queries, heads, _ = q.shape
     keys = k.shape[1]
     flat, q_padded, k_padded = batch * heads, rounded.q.shape[1], rounded.k.shape[1]
@@ -328,28 +347,33 @@ def multiply(
     margin = meant.margin * (scale if meant.margin_unit == "raw" else 1.0)
     c = n.classifier
 
-    def described(x: Tensor, tokens: int) -> Any:
-        return TensorDescriptor.from_tensor(x.view(-1, TILE), [tokens, TILE])
-
-    descriptors = (
-        described(rounded.q, config.queries),
-        described(rounded.k, config.keys),
-        described(rounded.v, config.keys),
+    operands = (
+        _operand(rounded.q, config.queries, config.tma),
+        _operand(rounded.k, config.keys, config.tma),
+        _operand(rounded.v, config.keys, config.tma),
     )
-    for first, count in _groups(rounded, flat):
+    means = rounded.block_means
+    for first, count in [(0, flat)] if means is None else groups(flat, means.shape[1], q_padded, k_padded):
         bias = _score_bias(rounded, k, n, first, count) if rounded.block_means is not None else None
         kernels.forward[(count * -(-queries // config.queries),)](
-            *descriptors, out, lse, bias, rounded.lse_shift, rounded.v_mean, rounded.v_gain, rounded.q_norms,
+            *operands, out, lse, bias, rounded.lse_shift, rounded.v_mean, rounded.v_gain, rounded.q_norms,
             rounded.k_norms, rounded.flag, scale * LOG2_E, margin, peak(n), 1 / 6 if n.v == "mxfp4-direct" else 1.0,
-            c.A, c.B, c.A2, c.B2, heads, queries, keys, q_padded, k_padded, first, *out.stride()[:1],
-            out.stride(1), out.stride(2),
+            c.A, c.B, c.A2, c.B2, heads, queries, keys, q_padded, k_padded, first, *out.stride()[:3],
             P=n.p, CLASSIFIER=c.kind, DENSITY=c.density, CLAMP=may_saturate(n), CODES=n.denominator == "codes",
             ROWMAX=n.row_reference == "rowmax", ANCHORS=anchors(meant), GUARDED=rounded.flag is not None,
             BIAS=bias is not None, V_MEAN=rounded.v_mean is not None, V_GAIN=rounded.v_gain is not None,
             LSE=return_lse, LSE_SHIFT=rounded.lse_shift is not None, BM=config.queries, BN=config.keys,
-            num_warps=config.warps, num_stages=config.stages,
+            TMA=config.tma, num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
     return out, lse
+
+
+def _operand(x: Tensor, tokens: int, tma: bool) -> Any:
+    if not tma:
+        return x
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(x.view(-1, TILE), [tokens, TILE])
 
 
 def peak(numerics: Numerics) -> float:
@@ -365,15 +389,12 @@ def may_saturate(numerics: Numerics) -> bool:
     return numerics.classifier.kind == "mix" or numerics.classifier.at(math.log2(9) + 2.0**-10) >= 7
 
 
-def _groups(rounded: Rounded, flat: int) -> list[tuple[int, int]]:
-    """First head and number of heads of each launch: all, or as many as keep what Q smoothing adds back within half
-    the memory of the rounded operands."""
-    if rounded.block_means is None:
-        return [(0, flat)]
-    one = rounded.block_means.shape[1] * rounded.k.shape[1] * 4
-    budget = (rounded.q.numel() + 2 * rounded.k.numel()) * 2 // 2
-    step = max(1, min(flat, budget // one))
-    return [(first, min(step, flat - first)) for first in range(0, flat, step)]
+def groups(flat: int, blocks: int, q_padded: int, k_padded: int) -> list[tuple[int, int]]:
+    """First head and number of heads of each launch with Q smoothing: as many as keep what is added back, `blocks` ×
+    `k_padded` floats a head, within half the memory of the rounded operands."""
+    budget = flat * (q_padded + 2 * k_padded) * TILE
+    count = max(1, min(flat, budget // (blocks * k_padded * 4)))
+    return [(first, min(count, flat - first)) for first in range(0, flat, count)]
 
 
 def _score_bias(rounded: Rounded, k: Tensor, numerics: Numerics, first: int, count: int) -> Tensor:

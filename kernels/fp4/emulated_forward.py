@@ -50,9 +50,12 @@ def exponents(tops, octaves, reference):
 
 
 @triton.jit
-def mix_lanes(BN: tl.constexpr, DENSITY: tl.constexpr):
-    """[1, BN / 32, 32]: the lanes that take exp2, of 16 pairs those that fit the block's place o in its 128 keys."""
+def mix_lanes(first, BN: tl.constexpr, DENSITY: tl.constexpr):
+    """[1, BN / 32, 32]: the lanes of the keys from `first` that take exp2, of 16 pairs those that fit the block's place
+    o in its 128 keys."""
     key = tl.arange(0, BN)
+    if BN < 128:
+        key += first
     o = (key // 32) % 4
     pair = (key % 32) // 2
     chosen = (pair == o) | (pair == o + 8) | (pair == 4) | (pair == 12)
@@ -153,9 +156,23 @@ def plain_p(s, reference, peak, octaves, P: tl.constexpr, CODES: tl.constexpr):
 
 
 @triton.jit
-def scores(q, k_desc, bias_row, row, key, keys, BIAS: tl.constexpr, MASKED: tl.constexpr, BN: tl.constexpr):
+def tile(source, row, N: tl.constexpr, TMA: tl.constexpr):
+    """N rows of 128 from `row`: of a descriptor, or without TMA of the address of row 0."""
+    if TMA:
+        values = source.load([row, 0])
+    else:
+        rows = (row + tl.arange(0, N)).to(tl.int64)
+        values = tl.load(source + rows[:, None] * 128 + tl.arange(0, 128)[None, :])
+    return values
+
+
+@triton.jit
+def scores(
+    q, k_desc, bias_row, row, key, keys,
+    BIAS: tl.constexpr, MASKED: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """q·k [BM, BN] of the keys at `key`, with what Q smoothing took; −∞ where there is no key."""
-    k = k_desc.load([row + key, 0])
+    k = tile(k_desc, row + key, BN, TMA)
     s = dot(q, tl.trans(k))
     column = key + tl.arange(0, BN)
     if BIAS:
@@ -167,12 +184,13 @@ def scores(q, k_desc, bias_row, row, key, keys, BIAS: tl.constexpr, MASKED: tl.c
 
 @triton.jit
 def step(
-    q, k_desc, v_desc, bias_row, acc, total, reference, bias, row, key, keys, octaves, peak, lanes, A, B, A2, B2,
-    P: tl.constexpr, CLASSIFIER: tl.constexpr, CLAMP: tl.constexpr, CODES: tl.constexpr, ROWMAX: tl.constexpr,
-    BIAS: tl.constexpr, CHECK: tl.constexpr, MASKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    q, k_desc, v_desc, bias_row, acc, total, reference, bias, row, key, keys, octaves, peak, A, B, A2, B2,
+    P: tl.constexpr, CLASSIFIER: tl.constexpr, DENSITY: tl.constexpr, CLAMP: tl.constexpr, CODES: tl.constexpr,
+    ROWMAX: tl.constexpr, BIAS: tl.constexpr, CHECK: tl.constexpr, MASKED: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """The online softmax's next tile of keys. CHECK: may a row pass CEILING? MASKED: do the keys end in it?"""
-    s = scores(q, k_desc, bias_row, row, key, keys, BIAS, MASKED, BN)
+    s = scores(q, k_desc, bias_row, row, key, keys, BIAS, MASKED, BN, TMA)
     if ROWMAX:
         raised = tl.maximum(reference, tl.max(s, 1) * octaves)
         factor = tl.exp2(reference - raised)
@@ -189,6 +207,9 @@ def step(
                 factor = tl.exp2(-down)
                 acc *= factor[:, None]
                 total *= factor
+        lanes = False
+        if CLASSIFIER == "mix":
+            lanes = mix_lanes(key, BN, DENSITY)
         p, part = direct_p(s, e, reference, bias, octaves, lanes, A, B, A2, B2, CLASSIFIER, CLAMP, CODES, BM, BN)
     elif P == "nvfp4":
         p, part = nvfp4_p(s, reference, peak, octaves, A, B, A2, B2, CLASSIFIER, CLAMP, CODES, BM, BN)
@@ -197,22 +218,23 @@ def step(
     else:
         p, part = plain_p(s, reference, peak, octaves, P, CODES)
     total += part
-    v = v_desc.load([row + key, 0])
+    v = tile(v_desc, row + key, BN, TMA)
     acc += dot(to_bf16(p), v)
     return acc, total, reference, bias
 
 
 @triton.jit
 def walk(
-    q, k_desc, v_desc, bias_row, acc, total, reference, bias, row, keys, octaves, peak, lanes, A, B, A2, B2,
-    P: tl.constexpr, CLASSIFIER: tl.constexpr, CLAMP: tl.constexpr, CODES: tl.constexpr, ROWMAX: tl.constexpr,
-    BIAS: tl.constexpr, CHECK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    q, k_desc, v_desc, bias_row, acc, total, reference, bias, row, keys, octaves, peak, A, B, A2, B2,
+    P: tl.constexpr, CLASSIFIER: tl.constexpr, DENSITY: tl.constexpr, CLAMP: tl.constexpr, CODES: tl.constexpr,
+    ROWMAX: tl.constexpr, BIAS: tl.constexpr, CHECK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """All whole tiles of keys."""
     for key in range(0, bound(keys // BN * BN), BN):
         acc, total, reference, bias = step(
-            q, k_desc, v_desc, bias_row, acc, total, reference, bias, row, key, keys, octaves, peak, lanes, A, B, A2,
-            B2, P, CLASSIFIER, CLAMP, CODES, ROWMAX, BIAS, CHECK, False, BM, BN,
+            q, k_desc, v_desc, bias_row, acc, total, reference, bias, row, key, keys, octaves, peak, A, B, A2,
+            B2, P, CLASSIFIER, DENSITY, CLAMP, CODES, ROWMAX, BIAS, CHECK, False, BM, BN, TMA,
         )  # fmt: skip
     return acc, total, reference, bias
 
@@ -225,10 +247,12 @@ def forward(
     P: tl.constexpr, CLASSIFIER: tl.constexpr, DENSITY: tl.constexpr, CLAMP: tl.constexpr, CODES: tl.constexpr,
     ROWMAX: tl.constexpr, ANCHORS: tl.constexpr, GUARDED: tl.constexpr, BIAS: tl.constexpr, V_MEAN: tl.constexpr,
     V_GAIN: tl.constexpr, LSE: tl.constexpr, LSE_SHIFT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Attention of BM queries of one head.
 
-    q_desc, k_desc, v_desc  descriptors of [B·H · padded tokens, 128] in BF16, blocks of BM or BN tokens
+    q_desc, k_desc, v_desc  TMA: descriptors of [B·H · padded tokens, 128] in BF16, blocks of BM or BN tokens; else
+                 addresses
     out, lse     [B, Sq, H, 128] with strides in elements; LSE: [B·H, Sq] float32
     score_bias   BIAS: [n, q_padded / 128, k_padded] float32, n heads from `first_head`; BM must divide 128
     lse_shift    LSE_SHIFT: [B·H, q_padded], natural units
@@ -242,14 +266,10 @@ def forward(
     head = local + first_head
     position = (tl.program_id(0) % tiles) * BM
     row = head * k_padded
-    q = q_desc.load([head * q_padded + position, 0])
+    q = tile(q_desc, head * q_padded + position, BM, TMA)
     bias_row = score_bias
     if BIAS:
         bias_row += (local.to(tl.int64) * (q_padded // 128) + position // 128) * k_padded
-    lanes = False
-    if CLASSIFIER == "mix":
-        lanes = mix_lanes(BN, DENSITY)
-
     reference = tl.zeros((BM,), tl.float32)
     bias = tl.zeros((BM,), tl.float32)
     if ROWMAX:
@@ -257,15 +277,15 @@ def forward(
         bias += TARGET
     elif P == "mxfp4-direct":
         # The first tile's scores once more: they say what the row is relative to.
-        s = scores(q, k_desc, bias_row, row, 0, keys, BIAS, True, BN)
+        s = scores(q, k_desc, bias_row, row, 0, keys, BIAS, True, BN, TMA)
         tops = block_max(s, BM, BN, 32)
         if ANCHORS > 0:
             if ANCHORS >= BN:
                 anchor = tl.max(tops, 1)
             else:
                 anchor = tl.max(tl.where(tl.arange(0, BN // 32)[None, :] * 32 < ANCHORS, tops, float("-inf")), 1)
-            for key in tl.static_range(BN, ANCHORS, BN):
-                more = scores(q, k_desc, bias_row, row, key, keys, BIAS, True, BN)
+            for key in tl.range(BN, ANCHORS, BN, num_stages=1):
+                more = scores(q, k_desc, bias_row, row, key, keys, BIAS, True, BN, TMA)
                 anchor = tl.maximum(anchor, tl.max(more, 1))
             reference = anchor * octaves + margin
             if GUARDED:
@@ -286,18 +306,18 @@ def forward(
             check = tl.max(highest, 0) > CEILING
     if check:
         acc, total, reference, bias = walk(
-            q, k_desc, v_desc, bias_row, acc, total, reference, bias, row, keys, octaves, peak, lanes, A, B, A2, B2,
-            P, CLASSIFIER, CLAMP, CODES, ROWMAX, BIAS, True, BM, BN,
+            q, k_desc, v_desc, bias_row, acc, total, reference, bias, row, keys, octaves, peak, A, B, A2, B2,
+            P, CLASSIFIER, DENSITY, CLAMP, CODES, ROWMAX, BIAS, True, BM, BN, TMA,
         )  # fmt: skip
     else:
         acc, total, reference, bias = walk(
-            q, k_desc, v_desc, bias_row, acc, total, reference, bias, row, keys, octaves, peak, lanes, A, B, A2, B2,
-            P, CLASSIFIER, CLAMP, CODES, ROWMAX, BIAS, False, BM, BN,
+            q, k_desc, v_desc, bias_row, acc, total, reference, bias, row, keys, octaves, peak, A, B, A2, B2,
+            P, CLASSIFIER, DENSITY, CLAMP, CODES, ROWMAX, BIAS, False, BM, BN, TMA,
         )  # fmt: skip
     if keys % BN != 0:
         acc, total, reference, bias = step(
-            q, k_desc, v_desc, bias_row, acc, total, reference, bias, row, keys // BN * BN, keys, octaves, peak, lanes,
-            A, B, A2, B2, P, CLASSIFIER, CLAMP, CODES, ROWMAX, BIAS, not ROWMAX, True, BM, BN,
+            q, k_desc, v_desc, bias_row, acc, total, reference, bias, row, keys // BN * BN, keys, octaves, peak,
+            A, B, A2, B2, P, CLASSIFIER, DENSITY, CLAMP, CODES, ROWMAX, BIAS, not ROWMAX, True, BM, BN, TMA,
         )  # fmt: skip
 
     rows = position + tl.arange(0, BM)
