@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import cutlass
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from wanfp4.kernels.blackwell import layout as at
 from wanfp4.kernels.blackwell import ptx
@@ -220,7 +220,7 @@ class Forward(Softmax):
             item += 1
             for stage in cutlass.range_constexpr(2):
                 ptx.wait(shared + (at.Q_FULL + 8 * stage), turn & 1)
-                self.scores(shared, tensor, stage, k_slot, count, True)
+                self.scores(shared, tensor, stage, k_slot, count, a.k_tiles == 1)
             self.release(shared, k_slot)
             for tile in cutlass.range(a.k_tiles, unroll=1):
                 more = tile + 1 < a.k_tiles
@@ -236,14 +236,12 @@ class Forward(Softmax):
                     if more:
                         if cutlass.const_expr(stage == 0):
                             self.filled(shared, item)
-                        self.scores(shared, tensor, stage, next_k, count + 1, False)
+                        self.scores(shared, tensor, stage, next_k, count + 1, tile + 2 == a.k_tiles)
                 self.release(shared, v_slot)
                 if more:
                     self.release(shared, next_k)
                     item += 1
                 count += 1
-            for stage in cutlass.range_constexpr(2):
-                ptx.commit(shared + (at.Q_EMPTY + 8 * stage))
             turn += 1
 
     def filled(self, shared: Int32, item: Int32) -> Int32:
@@ -264,7 +262,7 @@ class Forward(Softmax):
         stage: cutlass.Constexpr,
         k_slot: Int32,
         count: Int32,
-        first: cutlass.Constexpr,
+        last: Boolean,
     ) -> None:
         """S of key tile `count` for one stage. Its scales go to the other bank, whose scores must be in registers."""
         pages = 1 if self.o.folded else 2
@@ -274,7 +272,7 @@ class Forward(Softmax):
             ptx.wait(shared + (at.S_FREE + 8), (count & 1) ^ 1)
         else:
             ptx.wait(shared + at.S_FREE, count & 1)
-        if cutlass.const_expr(not self.o.in_order and not first):  # of a new job, Q has come after the last P V
+        if cutlass.const_expr(not self.o.in_order):
             ptx.wait(shared + (at.O_DONE + 8 * stage), (count & 1) ^ 1)
         ptx.fence_after()
         q_tile, k_tile = shared + (at.Q + at.SLOT * stage), shared + at.KV + at.SLOT * k_slot
@@ -295,6 +293,8 @@ class Forward(Softmax):
                 half > 0,
             )
         ptx.commit(shared + (at.S_FULL + 8 * stage))
+        if last:  # of the job: the next one's Q may come
+            ptx.commit(shared + (at.Q_EMPTY + 8 * stage))
 
     def values(self, shared: Int32, tensor: Int32, stage: int, v_slot: Int32, tile: Int32) -> None:
         """O of one stage += P V for one key tile, 64 keys at a time.

@@ -9,8 +9,10 @@ from cutlass import Float32, Int32, Int64
 
 ROWS = 128  # queries of a stage, keys of a tile, channels
 THREADS = 384  # three warpgroups: softmax of each stage; MMA, load and two idle warps
-SOFTMAX_REGISTERS, OTHER_REGISTERS = 232, 48  # a thread; 64K in all
+LAUNCH_REGISTERS = 168  # a thread, what the compiler gives 384 threads; setmaxnreg moves them about, and no more
+SOFTMAX_REGISTERS, OTHER_REGISTERS = 232, 40
 SOFTMAX_WARPS, MMA_WARP, LOAD_WARP = 8, 8, 9
+assert 2 * SOFTMAX_REGISTERS + OTHER_REGISTERS <= 3 * LAUNCH_REGISTERS  # else a warpgroup waits for more, for ever
 CODES = ROWS * ROWS // 2  # bytes of a tile's codes
 PAGE = 512  # bytes of 128 × 4 scales
 SLOT = CODES + 2 * PAGE  # of shared memory: a record with up to two pages, a multiple of the swizzle's 1024 bytes
@@ -20,8 +22,7 @@ DIRECT_ROUNDING = 0.41504
 MAGIC = 1.5 * 2**23  # added with rounding down, it leaves the floor in the low bits
 MAGIC_BITS = 0x4B400000
 TARGET, CEILING = 120, 215  # stored exponents: of a row's first tile, and the largest accepted before rescaling
-MASKED = -1.0e30  # score of a key beyond the end
-FLOOR = -10000.0  # octaves: no block's largest counts as less, so keys beyond the end get code 0
+FLOOR = -(2.0**21)  # octaves: no block's largest counts as less; keys beyond the end have twice that, and get code 0
 TABLE_WORD = 0x03020100  # doubled values of the codes 0 to 3; those of 4 to 7 are in `ptx.codes`
 
 # Offsets into dynamic shared memory. Barriers of a stage are 8 bytes apart.

@@ -5,7 +5,6 @@ Addresses of shared and tensor memory are Int32, of global memory Int64. Section
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -320,20 +319,15 @@ def twice(x: Float32, *, loc: Any = None, ip: Any = None) -> Int64:
 
 
 @dsl_user_op
-def masked(x: Float32, index: int, length: Int32, value: float, *, loc: Any = None, ip: Any = None) -> Float32:
+def masked(x: Float32, index: int, length: Int32, value: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """x if index < length, else `value`. As a volatile statement it stays in its branch, which is seldom taken."""
     return asm(
-        f"{{\n.reg .pred p;\nsetp.gt.s32 p, $2, {index};\nselp.f32 $0, $1, {float_text(value)}, p;\n}}",
-        [x, length],
+        f"{{\n.reg .pred p;\nsetp.gt.s32 p, $2, {index};\nselp.f32 $0, $1, $3, p;\n}}",
+        [x, length, value],
         [Float32],
         loc=loc,
         ip=ip,
     )
-
-
-def float_text(value: float) -> str:
-    """A float32 constant as PTX writes it."""
-    return "0f" + struct.pack(">f", value).hex().upper()
 
 
 @dsl_user_op

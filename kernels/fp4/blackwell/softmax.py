@@ -78,7 +78,7 @@ class Softmax:
         if place.lane == 0:
             ptx.arrive(place.barriers + at.S_FREE)
         if cutlass.const_expr(masked):
-            scores = [ptx.masked(scores[i], i, length, at.MASKED) for i in range(128)]
+            scores = [ptx.masked(scores[i], i, length, place.lowest + place.lowest) for i in range(128)]
 
         size = 32 if self.o.p == "mxfp4-direct" else 16
         tops = [self.largest(scores[i : i + size], place.lowest) for i in range(0, 128, size)]
