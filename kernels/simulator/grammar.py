@@ -4,8 +4,9 @@
     def _(b, ins, …): …
 
 A pattern is an opcode in parts: alternatives by "|", "?" for a part that may be missing. The handler gets the parts
-that were a choice, in order, "" for a missing one. An opcode that no pattern matches is an error: no modifier is ever
-ignored.
+that were a choice, in order, "" for a missing one. An opcode that no pattern matches is an error, so no modifier passes
+unseen: a pattern has to name it. Where one changes nothing here (a cache hint, `.ftz` where nothing is subnormal), its
+handler says so.
 """
 
 from __future__ import annotations

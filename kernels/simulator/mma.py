@@ -3,11 +3,19 @@
 PTX ISA, "TensorCore 5th Generation Matrix Multiply and accumulate Operations", and "tcgen05.cp". Operands are read and
 results written through `cta.shared` and `cta.tensor`, which check bounds, allocation, poison and ordering.
 
-Arithmetic. Products are exact. With `accumulation="exact"`, the default, the products of one instruction and the
-accumulator are summed in float64 and rounded to float32 once, to nearest. For FP4 with UE4M3 scales the sum of the
-products is exact in float64 (all are multiples of 2^−20 below 2^29), so nothing depends on the order. Other sums may
-round at the 53rd bit, in the order of the BLAS that NumPy uses; float32 results differ by that only if the exact sum
-is within 2^−28 of a tie. BLAS must be held to one thread (OPENBLAS_NUM_THREADS=1), or it costs more than it saves.
+Arithmetic. Products are exact. With `accumulation="exact"`, the default, the products of one instruction are summed in
+float64 by NumPy's BLAS, the accumulator is added in float64, and the result is rounded to float32, to nearest. The sum
+of the products is exact, in any order, where all partial sums fit 53 bits:
+
+    E2M1 with UE4M3 scales       always (multiples of 2^−20 below 2^29)
+    E2M1 with UE8M0 scales       if the two blocks' scale products are within a factor of 2^40
+    E4M3, also with UE8M0        always (multiples of 2^−18 below 2^23, times one scale for each element of D)
+    E5M2, also times E4M3        unless values span nearly its whole range (69 and 55 bits at most)
+
+For f16, bf16 and tf32, and where the accumulator is added, float64 sums may round at their 53rd bit, in the order that
+BLAS takes: usually far below the last bit of the float32 result, but where large terms cancel what is left is as
+uncertain as 2^−52 of the largest (2^100 + 1 − 2^100 in BF16 may give 0), and a sum close to a tie may be rounded the
+other way. BLAS must be held to one thread (OPENBLAS_NUM_THREADS=1), or it costs more than it saves.
 
 `accumulation="truncated"` follows the published models of NVIDIA's tensor cores: P. Xie et al., "MMA-Sim: Bit-Accurate
 Reference Model of Tensor Cores and Matrix Cores", arXiv 2511.10909 (2025), and its code (microsoft/MMA-Sim), which
@@ -164,9 +172,8 @@ def mma(
     sfb: int | None = None,
     block: int | None = None,
     accumulation: str = "exact",
-    scale_d: int = 0,
 ) -> None:
-    """tcgen05.mma.cta_group::1.kind::`kind`: D = A·B, or D = A·B + D·2^−scale_d with `accumulate`.
+    """tcgen05.mma.cta_group::1.kind::`kind`: D = A·B, or D = A·B + D with `accumulate`.
 
     `d`, `sfa`, `sfb` and, with `a_in_tmem`, `a` are tensor-memory addresses, `b` and otherwise `a` shared-memory
     descriptors. `keep_lanes` (disable-output-lane) are 128 bools: true lanes of D are left alone. `block` is 16 or 32
@@ -176,8 +183,6 @@ def mma(
     """
     inst = InstructionDescriptor.parse(kind, idesc, block)
     column = _column(d, "D")
-    if scale_d and (kind not in ("f16", "tf32") or not 0 <= scale_d <= 15):
-        raise DescriptorError(f"scale-input-d {scale_d} of kind {kind}: 0 to 15, for f16 and tf32 only")
     reads = []
     if a_in_tmem:
         if inst.a_mn_major:
@@ -212,8 +217,6 @@ def mma(
         scale_a = None if scale_a is None else scale_a[lanes[:, 0]]
     columns_d = slice(column, column + inst.n)
     before = cta.tensor.take(lanes, columns_d).view(np.float32) if accumulate else None
-    if scale_d and before is not None:
-        before = before * np.float32(2.0**-scale_d)
     if accumulation == "truncated":
         result = truncated(left, right, before, inst, scale_a, scale_b)
     elif accumulation == "exact":
@@ -249,24 +252,17 @@ def _scaled(values: F64, scale: F64) -> F64:
     return product
 
 
-# Rows of shared memory, bytes of a row, lane quarters that get the rows in turn (tcgen05.cp, "shape").
-_COPIES = {"32x128b.warpx4": (32, 16, 4), "128x128b": (128, 16, 1), "128x256b": (128, 32, 1)}
-
-
 def copy_scales(cta: Cta, taddr: int, desc: int, shape: str = "32x128b.warpx4") -> None:
     """tcgen05.cp.cta_group::1.`shape`: rows of shared memory, as the descriptor lays them out K-major, to lanes.
 
     32x128b.warpx4 takes 32 rows of 16 bytes to four columns of lanes 0–31, and again to each other quarter (as NVIDIA's
-    block-scaled GEMMs rely on). 128x128b and 128x256b take 128 rows to all lanes; no run on hand has shown them. The
-    other shapes are not modelled: the ISA does not say which lanes 4x256b fills, nor which half of the rows of
-    64x128b each warp gets.
+    block-scaled GEMMs rely on). No other shape is modelled.
     """
-    if shape not in _COPIES:
+    if shape != "32x128b.warpx4":
         raise UnknownInstruction(f"tcgen05.cp.{shape} is not modelled")
-    rows, row_bytes, copies = _COPIES[shape]
     descriptor = SharedDescriptor.parse(desc)
-    gather = descriptor.k_major(rows, row_bytes, strict=cta.isa)
+    gather = descriptor.k_major(32, 16, strict=cta.isa)
     _inside(cta, descriptor, gather, f"tcgen05.cp.{shape}")
     words = cta.shared.take(gather.addresses).view(np.uint32)
-    column = _column(taddr & 0x3FFFFFFF if copies == 4 else taddr, "destination of tcgen05.cp")
-    cta.tensor.put(_ALL_LANES, slice(column, column + row_bytes // 4), np.tile(words, (copies, 1)))
+    column = _column(taddr & 0x3FFFFFFF, "destination of tcgen05.cp")
+    cta.tensor.put(_ALL_LANES, slice(column, column + 4), np.tile(words, (4, 1)))

@@ -195,6 +195,17 @@ def kept(poison: Poison, constant: int) -> Poison:
     return out if out.any() else None
 
 
+def gathered(poison: Poison, sources: Sequence[int]) -> Poison:
+    """Of a register whose byte i depends on the bytes in the mask `sources[i]`."""
+    if poison is None:
+        return None
+    out = np.zeros(LANES, np.uint8)
+    for i, source in enumerate(sources):
+        if source:
+            out |= ((poison & np.uint8(source)) != 0).astype(np.uint8) << np.uint8(i)
+    return out if out.any() else None
+
+
 def from_bytes(poison: Any, offset: int, size: int) -> Poison:
     """Of a register loaded from bytes [32, n], of which `poison` says which are."""
     if poison is None:

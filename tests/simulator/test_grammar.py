@@ -199,6 +199,7 @@ def test_opcodes_with_a_modifier_more_or_less_or_elsewhere(data):
         "bra.divergent L;",
         "setp.lo.s32 %p1, %r1, %r2;",
         "setp.lt.b32 %p1, %r1, %r2;",
+        "cvt.ftz.f32.bf16 %f1, %h1;",
         "atom.global.cas.b32 %r1, [%d0], %r2, %r3;",
         "trap;",
     ],

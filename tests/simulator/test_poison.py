@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import re
 from dataclasses import dataclass, field
 
@@ -40,14 +42,18 @@ USES = [
     "add.u32 %r9, %r0, {};",
     "mad.lo.s32 %r9, %r0, %r1, {};",
     "mul.f32 %f9, {}, %f0;",
-    "cvt.u64.u32 %d9, {};",
+    "cvt.sat.s16.u32 %h9, {};",
     "cvt.rn.f32.s32 %f9, {};",
     "setp.lt.u32 %p9, {}, %r0;",
     "not.b32 %r9, {};",
     "and.b32 %r9, %r0, {};",
     "shl.b32 %r9, %r0, {};",
     "prmt.b32 %r9, %r0, %r1, {};",
-    "bfe.u32 %r9, {}, 3, 4;",
+    "bfe.u32 %r9, {}, %r0, 4;",
+    "bfe.u32 %r9, %r0, {}, 4;",
+    "bfi.b32 %r9, %r0, {}, 3, %r0;",
+    "bfi.b32 %r9, %r0, %r1, 3, {};",
+    "lop3.b32 %r9, %r0, %r1, {}, 0x80;",
     "st.global.b32 [%d1], {};",
     "st.shared.b32 [{}], %r0;",
     "ld.shared.b32 %r9, [{}+4];",
@@ -73,7 +79,7 @@ USES = [
 ]
 WIDE_USES = [
     "add.u64 %d9, %d0, {};",
-    "cvt.u32.u64 %r9, {};",
+    "cvt.sat.u32.s64 %r9, {};",
     "ld.global.b32 %r9, [{}];",
     "st.global.b32 [{}], %r0;",
     "st.global.v2.b64 [%d1], {{%d0, {}}};",
@@ -148,6 +154,16 @@ MOVES = [
         "%r8",
     ),
     ("cvta.shared.u64 %d8, %ud;", "", "%d8"),
+    ("mov.b64 %d8, {%r0, %u}; cvt.u32.u64 %r8, %d8;", "%r8", ""),
+    ("mov.b64 %d8, {%u, %r0}; cvt.u32.u64 %r8, %d8;", "", "%r8"),
+    ("cvt.u64.u32 %d8, %u;", "", "%d8"),
+    ("mov.b32 %r8, {%h0, %uh}; cvt.u16.u32 %h8, %r8; add.u16 %h8, %h8, 1;", "%h8", ""),
+    ("mov.b32 %r8, {%h0, %uh}; and.b32 %r8, 0xffff, %r8;", "%r8", ""),
+    ("mov.b32 %r8, {%h0, %uh}; bfe.u32 %r8, %r8, 0, 16;", "%r8", ""),
+    ("mov.b32 %r8, {%h0, %uh}; bfe.u32 %r8, %r8, 4, 16; and.b32 %r8, %r8, 0xFF00;", "", "%r8"),
+    ("mov.b32 %r8, {%h0, %uh}; lop3.b32 %r8, %r8, 0xffff, 0, 0xC0;", "%r8", ""),
+    ("bfi.b32 %r8, %r0, %u, 0, 32;", "%r8", ""),
+    ("bfi.b32 %r8, %u, %r0, 16, 16; and.b32 %r8, %r8, 0xFFFF;", "%r8", ""),
     ("mbarrier.init.shared.b64 [%r3], 32; bar.warp.sync -1; mov.b64 %d8, 1;", "%d8", ""),
 ]
 
@@ -251,6 +267,7 @@ def test_poison_of_clean_registers():
         runtime.unpacked(None, 1, 4),
         runtime.moved(None, lanes),
         runtime.kept(None, 255),
+        runtime.gathered(None, (1, 2)),
         runtime.shifted(None, 8, 4),
         runtime.extended(None, 1),
         runtime.from_bytes(None, 0, 4),
@@ -275,6 +292,83 @@ def test_shifts_bit_by_bit():
                 want = np.packbits(moved.reshape(32, size, 8).any(2), axis=1, bitorder="little")[:, 0]
                 got = runtime.shifted(poison, by, size, signed)
                 np.testing.assert_array_equal(np.zeros(32) if got is None else got, want)
+
+
+# Registers %a and %b of these sizes come into %o.
+_INTEGER_TYPES = {"u8": 16, "s8": 16, "u16": 16, "s16": 16, "u32": 32, "s32": 32, "u64": 64, "s64": 64}
+MOVERS = [
+    *(
+        (f"cvt.{to}.{source} %o, %a;", wide or _INTEGER_TYPES[to], _INTEGER_TYPES[source])
+        for to in _INTEGER_TYPES
+        for source in _INTEGER_TYPES
+        for wide in ((0, 32) if to in ("u8", "s8", "s16") else (0,))
+    ),
+    ("cvt.u16.u8 %o, %a;", 16, 32),
+    ("cvt.s64.s32 %o, %a;", 64, 64),
+    *(
+        (f"bfe.{kind} %o, %a, {start}, {length};", int(kind[1:]), int(kind[1:]))
+        for kind in ("u32", "s32", "u64", "s64")
+        for start, length in itertools.product((0, 4, 13, 31, 64, 259), (0, 1, 8, 19, 33, 255))
+    ),
+    *(
+        (f"bfi.b{size} %o, %a, %b, {start}, {length};", size, size)
+        for size in (32, 64)
+        for start, length in itertools.product((0, 4, 31, 70), (0, 4, 16, 255))
+    ),
+    *(
+        (f"lop3.b32 %o, {operands}, {table};", 32, 32)
+        for operands in ("%a, 0xffff, 0", "0xff0f0000, %a, %b", "%a, %b, 0x00ff00f0", "5, 6, %a")
+        for table in (0xC0, 0xFC, 0x3C, 0x96, 0xE8, 0xCA, 0x00, 0xF0)
+    ),
+    *(
+        (f"{opcode}.b{size} %o, {operands};", size, size)
+        for opcode, operands in (("and", "0xff0f, %a"), ("and", "%a, 0xf000ff"), ("or", "%a, %b"), ("xor", "%b, %a"))
+        for size in (32, 64)
+    ),
+]
+
+
+@pytest.mark.parametrize("family", sorted({text.split(".")[0] for text, *_ in MOVERS}))
+def test_undefined_bytes_come_as_far_as_they_matter(family, monkeypatch):
+    """A byte of a result is undefined if and only if another value of the operands' undefined bytes can change it."""
+    rng = np.random.default_rng(7)
+    devices = importlib.import_module("wanfp4.simulator.device")  # the package's `device` is a function
+    plain = devices.CTA
+    for text, to, size in MOVERS:
+        if not text.startswith(family):
+            continue
+        seen = []
+        # Ones and zeros in each half of a byte, or a defined operand would hide an undefined one.
+        mixed = {name: rng.choice(np.array([0x5A, 0xA5, 0x69, 0x96], np.uint8), (32, 8)) for name in ("%a", "%b")}
+        values = {name: data.view(np.uint64)[:, 0] for name, data in mixed.items()}
+        poison = {name: rng.integers(0, 1 << size // 8, 32, np.uint8) for name in ("%a", "%b")}
+        holes = {
+            name: np.unpackbits(p[:, None], axis=1, bitorder="little").repeat(8, axis=1) for name, p in poison.items()
+        }
+        masks = {
+            name: np.packbits(bits, axis=1, bitorder="little").view(np.uint64)[:, 0] for name, bits in holes.items()
+        }
+
+        class Prepared(plain):
+            def run(self, values=values, poison=poison, masks=masks, size=size, seen=seen):
+                (warp,), slots = self.warps, self.code.slots
+                for name in values:
+                    noise = rng.integers(0, 1 << 64, 32, np.uint64, endpoint=False) & masks[name]
+                    warp.R[slots[name]] = (values[name] ^ noise).astype(f"u{size // 8}")
+                    warp.P[slots[name]] = poison[name]
+                super().run()
+                found = warp.P[slots["%o"]]
+                seen.append((warp.R[slots["%o"]], np.zeros(32, np.uint8) if found is None else found))
+
+        monkeypatch.setattr(devices, "CTA", Prepared)
+        body = f".reg .b{size} %a, %b; .reg .b{to} %o;\n{text}\nret;"
+        for _ in range(30):
+            run(kernel(body), track=True)
+        first, claimed = seen[0]
+        changed = np.bitwise_or.reduce([result ^ first for result, _ in seen])
+        differs = changed.view(np.uint8).reshape(32, -1) != 0
+        claims = np.unpackbits(claimed[:, None], axis=1, bitorder="little", count=to // 8).astype(bool)
+        assert (differs == claims).all(), text
 
 
 # ---- random programs against a plain interpreter ----

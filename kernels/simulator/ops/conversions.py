@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from wanfp4.simulator.grammar import op
-from wanfp4.simulator.ptx import Instruction
+from wanfp4.simulator.ops.sources import extended, source_bytes
+from wanfp4.simulator.ptx import SIZES, Instruction
 from wanfp4.simulator.translate import NAMES, Block
 
 _INTEGERS = ".u8|u16|u32|u64|s8|s16|s32|s64"
@@ -22,6 +23,7 @@ def narrow(b: Block, ins: Instruction, relu: str, to: str, source: str) -> None:
 
 @op("cvt .rp|rz .satfinite? .ue8m0x2.f32")
 def ue8m0(b: Block, ins: Instruction, rounding: str, satfinite: str) -> None:
+    """Saturates with or without `.satfinite`; the ISA gives no other result for magnitudes above 2^127."""
     reads = ", ".join(b.read(operand, "f32") for operand in ins.operands[1:])
     b.store(ins.operands[0], "b16", f"to_ue8m0x2({reads}, {rounding!r})")
 
@@ -38,9 +40,10 @@ def half(b: Block, ins: Instruction, rounding: str, relu: str, satfinite: str, t
     b.store(ins.operands[0], "b16", text)
 
 
-@op("cvt .ftz? .f32 .f16|bf16")
-def widen(b: Block, ins: Instruction, *parts: str) -> None:
-    b.store(ins.operands[0], "f32", f"from_{parts[-1]}({b.read(ins.operands[1], 'b16')})")
+@op("cvt .ftz? .f32.f16", "cvt.f32.bf16")
+def widen(b: Block, ins: Instruction, ftz: str = "") -> None:
+    """Subnormals of f16 are normal in f32, so there is nothing to flush; those of bf16 are not."""
+    b.store(ins.operands[0], "f32", f"from_{ins.opcode.rpartition('.')[2]}({b.read(ins.operands[1], 'b16')})")
 
 
 @op("cvt.rn .relu? .f16x2 .e2m1x2|e2m3x2|e3m2x2|e4m3x2|e5m2x2")
@@ -70,9 +73,21 @@ def from_integer(b: Block, ins: Instruction, rounding: str, to: str, source: str
     b.store(ins.operands[0], to, f"int_to_float({b.read(ins.operands[1], source)}, {rounding!r}, {NAMES[to]})")
 
 
-@op(f"cvt .sat? {_INTEGERS} {_INTEGERS}")
-def integers(b: Block, ins: Instruction, sat: str, to: str, source: str) -> None:
-    b.store(ins.operands[0], to, f"int_to_int({b.read(ins.operands[1], source)}, {NAMES[to]}, {bool(sat)})")
+@op(f"cvt.sat {_INTEGERS} {_INTEGERS}")
+def saturated(b: Block, ins: Instruction, to: str, source: str) -> None:
+    b.store(ins.operands[0], to, f"int_to_int({b.read(ins.operands[1], source)}, {NAMES[to]}, True)")
+
+
+@op(f"cvt {_INTEGERS} {_INTEGERS}", uses=False)
+def integers(b: Block, ins: Instruction, to: str, source: str) -> None:
+    """It cuts or extends, so undefined bytes move: bytes that are cut do not matter, copies of the sign do."""
+    target, value = ins.operands
+    found, poison = b.poison(value), None
+    if found and b.is_register(target):
+        bits = extended(range(8 * SIZES[source]), 8 * SIZES[to], source[0] == "s")
+        bits = extended(bits, 8 * b.size(str(target)), to[0] == "s")
+        poison = f"gathered({found}, {source_bytes(bits)!r})"
+    b.store(target, to, f"int_to_int({b.read(value, source)}, {NAMES[to]}, False)", poison)
 
 
 @op("cvt .rni|rzi|rmi|rpi .ftz? .sat? .f32.f32")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from wanfp4.simulator.grammar import op
+from wanfp4.simulator.ops.sources import constant
 from wanfp4.simulator.ptx import SIZES, Instruction
 from wanfp4.simulator.translate import Block
 
@@ -63,9 +64,12 @@ def and_(b: Block, ins: Instruction, kind: str) -> None:
     """A constant that clears undefined bytes defines them."""
     target, first, second = ins.operands
     poison = None
-    if isinstance(second, str) and not b.is_register(second) and second[0] not in "%!":
-        found = b.poison(first)
-        poison = f"kept({found}, {b.immediate(second, kind):d})" if found else None
+    for value, other in ((first, second), (second, first)):
+        mask = constant(b, other, kind)
+        if mask is not None:
+            found = b.poison(value)
+            poison = f"kept({found}, {mask})" if found else None
+            break
     else:
         b.use(first, second)
     b.store(target, kind, f"{b.read(first, kind)} & {b.read(second, kind)}", poison)

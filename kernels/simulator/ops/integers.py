@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from wanfp4.simulator.grammar import op
-from wanfp4.simulator.ptx import Instruction
+from wanfp4.simulator.ops.sources import constant, field, inserted, matters, source_bytes
+from wanfp4.simulator.ptx import SIZES, Instruction, Operand
 from wanfp4.simulator.translate import Block
 
 _TYPES = ".u16|u32|u64|s16|s32|s64"
@@ -85,24 +86,55 @@ def funnel(b: Block, ins: Instruction, way: str, mode: str) -> None:
     b.store(ins.operands[0], "b32", _call(b, ins, "b32", "funnel_shift", str(way == "l"), str(mode == "wrap")))
 
 
-@op("bfe .u32|s32|u64|s64")
+@op("bfe .u32|s32|u64|s64", uses=False)
 def bfe(b: Block, ins: Instruction, kind: str) -> None:
+    """A field whose place is constant is moved, and what lies beside it does not matter."""
     value, start, length = ins.operands[1:]
+    poison, place = None, _place(b, start, length)
+    if place is None:
+        b.use(value, start, length)
+    elif found := b.poison(value):
+        bits = field(8 * SIZES[kind], *place, kind[0] == "s")
+        poison = f"gathered({found}, {source_bytes(bits)!r})"
     text = f"bfe({b.read(value, kind)}, {b.read(start, 'u32')}, {b.read(length, 'u32')})"
-    b.store(ins.operands[0], kind, text)
+    b.store(ins.operands[0], kind, text, poison)
 
 
-@op("bfi .b32|b64")
+@op("bfi .b32|b64", uses=False)
 def bfi(b: Block, ins: Instruction, kind: str) -> None:
+    """The same: at a constant place both values are moved, and what is overwritten does not matter."""
     first, second, start, length = ins.operands[1:]
+    poisons, place = [], _place(b, start, length)
+    if place is None:
+        b.use(first, second, start, length)
+    else:
+        for value, bits in zip((first, second), inserted(8 * SIZES[kind], *place), strict=True):
+            if found := b.poison(value):
+                poisons.append(f"gathered({found}, {source_bytes(bits)!r})")
     reads = (b.read(first, kind), b.read(second, kind), b.read(start, "u32"), b.read(length, "u32"))
-    b.store(ins.operands[0], kind, f"bfi({', '.join(reads)})")
+    b.store(ins.operands[0], kind, f"bfi({', '.join(reads)})", f"union({', '.join(poisons)})" if poisons else None)
 
 
-@op("lop3.b32")
+def _place(b: Block, start: Operand, length: Operand) -> tuple[int, int] | None:
+    """Start and length of a field if both are constants (PTX ISA, bfe and bfi: their low bytes)."""
+    first, count = constant(b, start, "u32"), constant(b, length, "u32")
+    return None if first is None or count is None else (first & 255, count & 255)
+
+
+@op("lop3.b32", uses=False)
 def lop3(b: Block, ins: Instruction) -> None:
-    reads = ", ".join(b.read(operand, "b32") for operand in ins.operands[1:4])
-    b.store(ins.operands[0], "b32", f"lop3({reads}, {int(str(ins.operands[4]), 0)})")
+    """With a constant it selects, clears or sets as `and` and `or` do: undefined bytes stay, where they matter."""
+    operands, table = ins.operands[1:4], int(str(ins.operands[4]), 0)
+    constants = [constant(b, operand, "b32") for operand in operands]
+    poisons = []
+    if all(value is None for value in constants):
+        b.use(*operands)
+    else:
+        for i, operand in enumerate(operands):
+            if found := b.poison(operand):
+                poisons.append(f"kept({found}, {matters(table, i, constants)})")
+    reads = ", ".join(b.read(operand, "b32") for operand in operands)
+    b.store(ins.operands[0], "b32", f"lop3({reads}, {table})", f"union({', '.join(poisons)})" if poisons else None)
 
 
 @op("popc .b32|b64", "clz .b32|b64")
