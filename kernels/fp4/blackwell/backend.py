@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wanfp4.errors import PolicyError
+from wanfp4.errors import BackendError, PolicyError
 from wanfp4.kernels.blackwell import cache
 from wanfp4.kernels.blackwell.cache import Function, Kernel, Kernels
 from wanfp4.policy import Guard, Numerics, policies
@@ -140,8 +140,8 @@ def declines(
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
         found = str(q.dtype) if q.dtype == k.dtype == v.dtype else f"{q.dtype}, {k.dtype} and {v.dtype}"
         return f"it reads bfloat16 or float16, one of them for q, k and v; found {found}: cast them"
-    if not (math.isfinite(scale) and scale > 0):
-        return f"its softmax scale is a positive number; found {scale}"
+    if not 1e-20 <= scale <= 1e20:  # keys beyond the end have a score that counts for nothing at such scales
+        return f"its softmax scale is a number from 1e-20 to 1e20; found {scale}"
     if guarding(numerics, guard) and numerics.row_reference != "shiftless":
         return f"it guards 'shiftless' numerics only, and these have {numerics.row_reference!r}"
     if return_lse and numerics.smooth_k:
@@ -271,6 +271,8 @@ class _Ready(NamedTuple):
 
 @functools.lru_cache(256)
 def _ready(kernels: Kernels, numerics: Numerics, guard: Guard | None, dtype: torch.dtype, lse: bool) -> _Ready:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise BackendError("the first call with these numerics loads kernels: make one before capturing a CUDA graph")
     p = plan(numerics, guard, dtype, lse)
 
     def maybe(kernel: Kernel | None) -> Function | None:

@@ -159,8 +159,12 @@ class Kernels:
                 log.warning("compiled SM100 kernels are not kept: %s; set WANFP4_CACHE to another folder", brief(error))
                 self.cache = None
         # Of a GPU that is not the machine's first, cutlass compiles code and does not load it.
-        if path is not None and compiled.engine is None:
-            return load(path.parents[2], self.arch, kernel)
+        if compiled.engine is None:
+            if path is not None:
+                return load(path.parents[2], self.arch, kernel)
+            with tempfile.TemporaryDirectory(prefix="wanfp4-kernels-") as folder:
+                save(Path(folder), self.arch, kernel, compiled)
+                return load(Path(folder), self.arch, kernel)
         return compiled
 
 

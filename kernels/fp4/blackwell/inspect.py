@@ -151,6 +151,13 @@ class KernelFigures:
             found.append(f"{self.tensor_columns} columns of tensor memory, over {TENSOR_COLUMNS}")
         if self.registers * self.threads > 64 * 1024:
             found.append(f"{self.registers} registers for {self.threads} threads, over {64 * 1024} in all")
+        if self.setmaxnreg:
+            # setmaxnreg draws on what the launch gave the CTA; a warpgroup that asks for more waits for ever. Who runs
+            # which value the code does not say: warpgroups beyond the different values count with the largest.
+            groups = self.threads // 128
+            wanted = sum(self.setmaxnreg) + (groups - len(self.setmaxnreg)) * max(self.setmaxnreg)
+            if wanted > groups * self.registers:
+                found.append(f"setmaxnreg asks for {wanted * 128} registers, of {self.registers * self.threads}")
         return found
 
     def to_dict(self, arch: str) -> dict[str, Any]:

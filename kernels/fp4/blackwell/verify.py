@@ -34,7 +34,8 @@ SCALE = 1 / math.sqrt(HEAD_DIM)
 # additions decides a code of P: seldom on N(0,1) data, more often on sharp logits, whose rounding errors are larger.
 ROW_LIMIT = 2.0**-7
 ROWS_OFF = {1: 0.002, 30: 0.02, 300: 0.05}  # the largest share, by sharpness; one row is always allowed
-LSE_LIMIT = 1e-5  # of the larger of 1 and |LSE|, for rows that are not off
+LSE_LIMIT = 1e-5  # of the larger of 1 and |LSE|; as many rows as may be off may exceed it, where a code has flipped
+LSE_FLIPPED = 1e-2  # which one code of P moves it by, at most
 EXACT_ROW_LIMIT = 2.0**-5  # for policies that round nothing, whose P is BF16 on tensor cores
 
 
@@ -207,12 +208,13 @@ def check(call: Call, policy: Policy, case: Case, device: torch.device, seed: in
     finite = bool(first.out.isfinite().all() and first.lse.isfinite().all())
     off = ~(distance <= (EXACT_ROW_LIMIT if policy.numerics.is_exact else ROW_LIMIT) * size)
     lse_error = (first.lse - wanted.lse).abs() / wanted.lse.abs().clamp(min=1)
-    lse_error = lse_error[~off.transpose(1, 2)]
     share = float(off.float().mean())
+    moved = float((lse_error > LSE_LIMIT).float().mean())
     row |= {
         "rel_l2": float(distance.norm() / size.norm()),
         "rows_off": share,
-        "lse_error": float(lse_error.max()) if lse_error.numel() else None,
+        "lse_error": float(lse_error.max()),
+        "lse_moved": moved,
         "repeatable": torch.equal(first.out, second.out) and torch.equal(first.lse, second.lse),
         "guarded": None if first.flag is None else bool(first.flag.item()),
     }
@@ -220,8 +222,10 @@ def check(call: Call, policy: Policy, case: Case, device: torch.device, seed: in
         faults.append("NaN or infinity in the output")
     if int(off.sum()) > 1 and share > ROWS_OFF[case.sharpness]:
         faults.append(f"{share:.2%} of the rows are off, over {ROWS_OFF[case.sharpness]:.1%}")
-    if row["lse_error"] is not None and not row["lse_error"] <= LSE_LIMIT:
-        faults.append(f"log-sum-exp is off by {row['lse_error']:.1e}, over {LSE_LIMIT:.0e}")
+    if moved > ROWS_OFF[case.sharpness] and int((lse_error > LSE_LIMIT).sum()) > 1:
+        faults.append(f"the log-sum-exp of {moved:.2%} of the rows is off by more than {LSE_LIMIT:.0e}")
+    if not row["lse_error"] <= LSE_FLIPPED:
+        faults.append(f"log-sum-exp is off by {row['lse_error']:.1e}, over {LSE_FLIPPED:.0e}")
     if not row["repeatable"]:
         faults.append("a second run gave other bytes")
     if row["guarded"] is not None and row["guarded"] is not bool(wanted.notes.get("guarded")):

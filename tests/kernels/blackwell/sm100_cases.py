@@ -128,9 +128,15 @@ class Problem:
 
 
 def run(
-    gpu: simulator.Device, problem: Problem, options: Options, *, grid: int | None = None, guard: Any = None
+    gpu: simulator.Device,
+    problem: Problem,
+    options: Options,
+    *,
+    grid: int | None = None,
+    guard: Any = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, Sq, H, 128] and LSE [B, H, Sq] of the kernel, from poisoned outputs."""
+    """Output [B, Sq, H, 128] and LSE [B, H, Sq] of the kernel, from poisoned outputs; into `out` if given."""
     batch, heads, queries, keys = problem.shape
     q, k, v = (t.transpose(1, 2).flatten(0, 1).float() for t in (problem.q, problem.k, problem.v))
     order = reference.key_order(keys, problem.numerics.row_reference, k.device)
@@ -138,7 +144,10 @@ def run(
         k, v = k[:, order], v[:, order]
     q_, k_, v_ = qk_records(q, problem.numerics), qk_records(k, problem.numerics), v_records(v, problem.numerics)
     dtype = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[options.out]
-    out, lse = torch.full(problem.q.shape, math.nan, dtype=dtype), torch.full((batch, heads, queries), math.nan)
+    lse = torch.full((batch, heads, queries), math.nan)
+    if out is None:
+        out = torch.empty(problem.q.shape, dtype=dtype)
+    out.fill_(math.nan)
     gpu.register(q=q_, k=k_, v=v_, out=out, lse=lse)
     if guard is not None:
         gpu.register(guard=guard)

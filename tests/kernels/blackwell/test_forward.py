@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import mmap
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from sm100_cases import SCALE, Problem, Watched, options_of, run
 from wanfp4 import simulator
 from wanfp4.kernels import formats, reference
 from wanfp4.policy import Numerics, get_policy
+from wanfp4.simulator.machine import CTA
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # the compiler's own
 
@@ -70,12 +72,15 @@ def test_every_policy(name: str) -> None:
             check(problem, *run(gpu, problem, options_of(ALL[name])))
 
 
-@pytest.mark.parametrize("name", ["wan-fast", "wan-two-piece", "direct-p-accurate", "wan-two-piece-nv"])
+@pytest.mark.parametrize("name", ALL)
 def test_codes_and_scales_are_the_references(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where no code of a row falls to the other side of a boundary, its output differs by reordering alone."""
     problem = Problem((1, 1, 256, 500), ALL[name])
     watched = Watched(monkeypatch)
     with simulator.device("sm_100a", track=True, line_info=False) as gpu:
-        run(gpu, problem, options_of(ALL[name]))
+        out, _ = run(gpu, problem, options_of(ALL[name]))
+    exact = problem.want().out
+    error = ((out - exact).norm(dim=-1) / exact.norm(dim=-1))[0, :, 0]
     operands = reference.prepare(problem.q, problem.k, problem.v, problem.numerics, SCALE)
     z = reference.logits(operands, slice(0, 1), slice(0, 256))
     wanted = reference.probabilities(z, reference.row_reference(z, problem.numerics, SCALE), problem.numerics)
@@ -88,10 +93,11 @@ def test_codes_and_scales_are_the_references(name: str, monkeypatch: pytest.Monk
         nibbles = (words[:, :, None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15).reshape(128, -1)
         want = formats.encode_e2m1(wanted.codes[0, rows]).flatten(1).numpy()[:, :500]
         different = nibbles[:, :500] != want
-        assert different.mean() < (1e-5 if direct else 2e-4)  # on a boundary
+        assert different.mean() < (5e-5 if direct else 2e-4)  # on a boundary
         assert (np.abs(nibbles[:, :500].astype(int) - want)[different] <= 1).all()
         if direct:  # NVFP4 blocks beyond the end have scale 0, and any codes
             assert not nibbles[:, 500:].any()
+        same = torch.from_numpy(~different.any(1))
         scales = watched.tiles(watched.scales, 0, stage).reshape(128, -1).astype(int)
         stored = wanted.scales[0, rows].numpy().astype(int)
         scales = scales[:, : stored.shape[1]]
@@ -100,6 +106,8 @@ def test_codes_and_scales_are_the_references(name: str, monkeypatch: pytest.Monk
             assert (moved == moved[:, :1]).all()
         else:
             assert (scales != stored).mean() < 1e-3
+            same &= torch.from_numpy((scales == stored).all(1))
+        assert error[rows][same].max() <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -136,6 +144,50 @@ def test_extreme_logits(name: str, sharpness: float) -> None:
     problem = Problem((1, 1, 128, 384), ALL[name], sharpness=sharpness)
     with simulator.device("sm_100a", track=True, line_info=False) as gpu:
         check(problem, *run(gpu, problem, options_of(ALL[name])))
+
+
+def test_every_output_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Any] = []
+    store = CTA.store_global
+
+    def count(cta: Any, w: Any, address: Any, values: Any, poison: Any, m: Any) -> None:
+        live = address if m is None else address[m]
+        written.append((live[:, None] + np.arange(0, values.shape[1], 4, dtype=np.uint64)).reshape(-1))
+        store(cta, w, address, values, poison, m)
+
+    monkeypatch.setattr(CTA, "store_global", count)
+    problem = Problem((2, 2, 300, 140), FAST)
+    with simulator.device("sm_100a", track=True, line_info=False) as gpu:
+        out, lse = run(gpu, problem, options_of(FAST), grid=3)
+    words = np.concatenate(written)
+    assert len(words) == out.numel() + lse.numel()
+    assert len(np.unique(words)) == len(words)
+
+
+def test_offsets_have_64_bits() -> None:
+    """Heads and batches more than 2^31 elements apart."""
+    apart = 2**31 + 2**10
+    no_reserve = 0x4000  # MAP_NORESERVE, which Python 3.11's mmap does not name: only touched pages take memory
+    memory = mmap.mmap(-1, 2 * 4 * apart, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    whole = torch.from_numpy(np.frombuffer(memory, np.uint16)).view(torch.bfloat16)
+    problem = Problem((2, 2, 40, 50), FAST)
+    out = whole.as_strided((2, 40, 2, 128), (2 * apart, 128, apart, 1))
+    with simulator.device("sm_100a", track=True, line_info=False) as gpu:
+        run(gpu, problem, options_of(FAST, out="bf16"), out=out)
+    want = problem.want().out.bfloat16()
+    assert (out == want).float().mean() > 0.999
+
+
+def test_logits_may_be_as_low_as_the_formats_allow() -> None:
+    problem = Problem((1, 1, 32, 40), FAST)
+    problem.q[..., 0], problem.k[..., 0] = 100.0, -1000.0
+    with simulator.device("sm_100a", track=True, line_info=False) as gpu:
+        out, lse = run(gpu, problem, options_of(FAST))
+    want = problem.want()
+    assert want.lse is not None
+    assert want.lse.max() < -8000
+    assert out.isfinite().all()
+    assert ((lse - want.lse).abs() <= 1e-4 * want.lse.abs()).all()
 
 
 @pytest.mark.parametrize("offset", [-1000.0, -90.0, 90.0, 1000.0])
