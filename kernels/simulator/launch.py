@@ -25,7 +25,7 @@ from wanfp4.simulator.calls import DeviceCalls, LoadedKernel, Module, cubin_key
 from wanfp4.simulator.errors import HostError
 from wanfp4.simulator.patching import PatchedLibrary
 
-INSTALL = 'pip install "nvidia-cutlass-dsl>=4.8.1"'
+INSTALL = 'pip install "wanfp4[simulator]"'
 
 
 @dataclass(frozen=True)

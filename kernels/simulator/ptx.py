@@ -79,7 +79,10 @@ class SharedSymbol:
 
 @dataclass
 class Kernel:
-    """An `.entry`: parameters by name (offset, bytes), register types by name, blocks, and block numbers of labels."""
+    """An `.entry`: parameters by name (offset, bytes), register types by name, blocks, and block numbers of labels.
+
+    `threads` of a CTA, as far as it says: exactly so many (`threads_by` ".reqntid"), at most (".maxntid"), or nothing.
+    """
 
     name: str
     text: str = field(repr=False)
@@ -88,6 +91,7 @@ class Kernel:
     blocks: list[list[Instruction]] = field(default_factory=list)
     targets: dict[str, int] = field(default_factory=dict)
     threads: tuple[int, int, int] = (1, 1, 1)
+    threads_by: str = ""
     shared: list[SharedSymbol] = field(default_factory=list)
 
     @property
@@ -108,10 +112,12 @@ def read_kernels(text: str) -> dict[str, Kernel]:
             raise UnknownInstruction(f"cannot read PTX near {plain[entry.start() :][:80]!r}", line=line)
         kernel = Kernel(match.group(1), text)
         _read_params(kernel, match.group(2) or "")
-        threads = re.search(r"\.(?:reqntid|maxntid)\s+([\d, ]+)", match.group(3))
-        if threads:
-            x, y, z = (*(int(n) for n in threads.group(1).split(",")), 1, 1)[:3]
-            kernel.threads = (x, y, z)
+        for directive in (".reqntid", ".maxntid"):
+            threads = re.search(rf"\{directive}\s+([\d, ]+)", match.group(3))
+            if threads:
+                x, y, z = (*(int(n) for n in threads.group(1).split(",")), 1, 1)[:3]
+                kernel.threads, kernel.threads_by = (x, y, z), directive
+                break
         kernel.shared += outer
         _Body(kernel, plain, match.end()).read()
         kernels[kernel.name] = kernel

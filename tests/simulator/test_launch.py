@@ -373,7 +373,7 @@ def test_cutlass_may_be_imported_before_or_after(order, tmp_path):
 
 def test_without_cutlass_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cutlass.cutlass_dsl", None)
-    with pytest.raises(HostError, match=r'pip install "nvidia-cutlass-dsl'), Interceptor("sm_100a", print):
+    with pytest.raises(HostError, match=r'pip install "wanfp4\[simulator\]"'), Interceptor("sm_100a", print):
         pass
 
 

@@ -152,15 +152,17 @@ def test_parameters():
 @pytest.mark.parametrize(
     ("directives", "threads"),
     [
-        (".reqntid 128", (128, 1, 1)),
-        (".reqntid 16, 8, 2\n    .minnctapersm 1", (16, 8, 2)),
-        (".maxntid 64,2", (64, 2, 1)),
-        ("  .minnctapersm 2 .reqntid 96", (96, 1, 1)),
-        ("", (1, 1, 1)),
+        (".reqntid 128", (128, 1, 1, ".reqntid")),
+        (".reqntid 16, 8, 2\n    .minnctapersm 1", (16, 8, 2, ".reqntid")),
+        (".maxntid 64,2", (64, 2, 1, ".maxntid")),
+        (".maxntid 128 .reqntid 64", (64, 1, 1, ".reqntid")),
+        ("  .minnctapersm 2 .reqntid 96", (96, 1, 1, ".reqntid")),
+        ("", (1, 1, 1, "")),
     ],
 )
 def test_threads(directives, threads):
-    assert read("ret;", directives=directives).threads == threads
+    kernel = read("ret;", directives=directives)
+    assert (*kernel.threads, kernel.threads_by) == threads
 
 
 def test_an_entry_in_any_spelling():
