@@ -30,6 +30,7 @@ def test_with_isa_ordering_every_synchronisation_of_the_fp4_kernel_is_needed() -
     kinds = {verdict.site.kind for verdict in verdicts}
     assert kinds >= set(KINDS) - {"barrier.sync", "barrier.arrive", "barrier.cta.sync", "barrier.cta.arrive"}
     assert by_reason(verdicts) == {"ordered otherwise": ["tcgen05.wait::ld.sync.aligned"]}
+    assert sum(verdict.caught for verdict in verdicts) == 29
 
 
 def test_with_pipe_ordering_fences_are_granted_and_one_barrier_is_doubled_by_another() -> None:
