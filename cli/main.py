@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import wanfp4
+from wanfp4.cli.bench import bench
 from wanfp4.cli.common import Commands
 from wanfp4.cli.decode import decode
 from wanfp4.cli.doctor import doctor
@@ -52,6 +53,7 @@ app.add_typer(policies_app, name="policies")
 app.command()(doctor)
 app.command()(inspect)
 app.command()(verify)
+app.command()(bench)
 
 
 def _terminate(signum: int, frame: object) -> NoReturn:

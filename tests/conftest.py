@@ -19,6 +19,7 @@ _HELPERS = (
     "tiny.py",
     "kernels/naive.py",
     "kernels/interpreter.py",
+    "kernels/emulated_cases.py",
     "simulator/programs.py",
     "simulator/cases.py",
     "simulator/lanes.py",
