@@ -103,7 +103,8 @@ def chosen(names: Sequence[str] | None, backends: Sequence[str] | None, device: 
 
     wanted = [get_policy(name) for name in names] if names else [p for p in policies().values() if p.rounding]
     pairs: list[tuple[Policy, str | None]] = []
-    for backend in backends or [None]:
+    everyone: Sequence[str | None] = backends or (None,)
+    for backend in everyone:
         for policy in wanted:
             if backend is not None:
                 if names is None:
