@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from wanfp4.simulator.translate import Block, Operand
+from wanfp4.simulator.ptx import Operand
+from wanfp4.simulator.translate import Block
 
 Bits = Sequence[int | None]
 
