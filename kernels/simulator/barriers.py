@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from wanfp4.simulator.findings import BoundsError, ProtocolError, RaceError
+from wanfp4.simulator.findings import BoundsError, ProtocolError, RaceError, UnknownInstruction
 from wanfp4.simulator.judge import FENCED, KNOWN, Action, Clock, Judge
-from wanfp4.simulator.memory import SHARED_BASE, SharedMemory
+from wanfp4.simulator.memory import SHARED_BASE, Mask, SharedMemory
 
 if TYPE_CHECKING:
     from wanfp4.simulator.scheduler import Warp
@@ -88,6 +88,16 @@ class MbarrierWait:
         return f"waits for parity {self.parity} of {self.barrier} ({self.barrier.state()})"
 
 
+class MbarrierLook(MbarrierWait):
+    """A warp looked, the phase is not complete, and it goes on: others get a turn first."""
+
+    def ready(self) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        return f"can go on; has looked for parity {self.parity} of {self.barrier} ({self.barrier.state()})"
+
+
 class NamedWait:
     """A warp waits for a named barrier."""
 
@@ -109,6 +119,7 @@ class Barriers:
     judge: Judge | None
     isa: bool
     warps: list[Warp]
+    changes: int
 
     def __init__(self) -> None:
         self.barriers: dict[int, Mbarrier] = {}
@@ -151,6 +162,7 @@ class Barriers:
                 other=barrier.arrived[w.index],
             )
         barrier.arrived[w.index] = w.at
+        self.changes += 1
         if self.judge is not None:
             clock = self.judge.release(w.index)
             barrier.seen = clock if barrier.seen is None else np.maximum(barrier.seen, clock)
@@ -171,6 +183,36 @@ class Barriers:
             assert statistics is not None
             statistics[1] += 1
 
+    def whole_barrier(self, w: Warp, mask: Mask | None) -> None:
+        """For barrier.sync and arrive without .aligned, which some lanes of a warp may run before the others."""
+        if mask is not None and not mask.all():
+            raise UnknownInstruction(
+                f"barrier by {int(mask.sum())} lanes of a warp: it may be right, and is modelled for whole warps",
+                line=w.at,
+                warp=w.index,
+            )
+
+    def settled(self) -> None:
+        """At the end of the CTA. Raises ProtocolError if others were expected at a barrier, or bytes were not expected.
+
+        Bytes that were expected and never asked for are not a fault: NVIDIA's pipelines end that way (producer_tail).
+        """
+        for named in self.named.values():
+            if named.arrived:
+                raise ProtocolError(
+                    f"the CTA ends, and only warps {sorted(named.arrived)} have come to {named} "
+                    f"for {named.threads} threads",
+                    line=named.line,
+                    warp=min(named.arrived),
+                )
+        for barrier in self.barriers.values():
+            if barrier.tx < 0:
+                raise ProtocolError(
+                    f"the CTA ends, and {barrier} got {-barrier.tx} bytes that nobody expected (phase {barrier.phase})",
+                    line=barrier.line,
+                    warp=barrier.warp,
+                )
+
     # ---- mbarriers ----
     def mbarrier_init(self, w: Warp, address: int, count: int) -> None:
         address = self._mbarrier_address(address, "mbarrier.init", w)
@@ -188,16 +230,17 @@ class Barriers:
             time = self.judge.now(w.index)
             self.judge.write_shared(w.index, slice(address // 4, address // 4 + 2), w.at)
         self.barriers[address] = Mbarrier(address, count, w.at, w.index, time)
+        self.changes += 1
         self.shared.claim(address)
 
     def mbarrier_inval(self, w: Warp, address: int) -> None:
         barrier = self.mbarrier(address, "mbarrier.inval", w.at, w.index)
         self._use(barrier, w)
         del self.barriers[barrier.address]
+        self.changes += 1
         self.shared.release(barrier.address)
 
     def _mbarrier_address(self, address: int, what: str, w: Warp) -> int:
-        address &= 0xFFFFFFFF  # may come as a generic address
         if address % 8:
             raise BoundsError(f"{what} at {address:#x}: not a multiple of 8", line=w.at, warp=w.index)
         if address < SHARED_BASE or address + 8 > self.shared.end:
@@ -205,11 +248,11 @@ class Barriers:
         return address
 
     def mbarrier(self, address: int, what: str, line: int, warp: int) -> Mbarrier:
-        barrier = self.barriers.get(address & 0xFFFFFFFF)
+        barrier = self.barriers.get(address)
         if barrier is None:
-            raise ProtocolError(
-                f"{what} at {address & 0xFFFFFFFF:#x}: no mbarrier was initialised there", line=line, warp=warp
-            )
+            if address >> 32:
+                raise BoundsError(f"{what} at {address:#x}: outside of shared memory", line=line, warp=warp)
+            raise ProtocolError(f"{what} at {address:#x}: no mbarrier was initialised there", line=line, warp=warp)
         return barrier
 
     def _use(self, barrier: Mbarrier, w: Warp) -> None:
@@ -273,6 +316,7 @@ class Barriers:
                 line=line,
                 warp=warp,
             )
+        self.changes += 1
         barrier.learn(clock)
         barrier.tx += expect
         if abs(barrier.tx) <= TX_LIMIT:
@@ -282,14 +326,19 @@ class Barriers:
     def expect_tx(self, w: Warp, address: int, size: int) -> None:
         barrier = self.mbarrier(address, "mbarrier.expect_tx", w.at, w.index)
         self._use(barrier, w)
+        self.changes += 1
         barrier.tx += size
         barrier.settle(w.at, w.index)
 
     def try_wait(self, w: Warp, address: int, parity: int, loops: bool) -> bool:
-        """Whether the phase of this parity is complete. If not, and the kernel loops on it, the warp sleeps."""
+        """Whether the phase of this parity is complete. If not, and the kernel loops on it, the warp sleeps.
+
+        PTX ISA, mbarrier.test_wait: valid values of phaseParity are 0 and 1.
+        """
         barrier = self.mbarrier(address, "mbarrier.try_wait", w.at, w.index)
         self._use(barrier, w)
-        parity &= 1
+        if parity not in (0, 1):
+            raise ProtocolError(f"parity {parity} of {barrier}: it can be 0 or 1", line=w.at, warp=w.index)
         statistics = self.waits[str(barrier)]
         if barrier.phase & 1 != parity:
             statistics[0] += 1
@@ -300,6 +349,8 @@ class Barriers:
         if loops:
             statistics[1] += 1
             w.wait = MbarrierWait(barrier, parity)
+        else:
+            w.wait = MbarrierLook(barrier, parity)
         return False
 
     def test_wait(self, w: Warp, address: int, parity: int, loops: bool = False) -> bool:

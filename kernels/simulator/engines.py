@@ -41,6 +41,8 @@ class Engines:
     loads: list[Work]
     stores: list[Work]
     isa: bool
+    changes: int
+    accumulation: str
 
     def __init__(self) -> None:
         self.copied: Counter[str] = Counter()
@@ -58,6 +60,7 @@ class Engines:
         """`perform` on behalf of `action`: accesses and findings count as its own."""
 
         def run() -> None:
+            self.changes += 1
             self.shared.acting = self.tensor.acting = action
             try:
                 perform()
@@ -92,7 +95,7 @@ class Engines:
 
     def bulk_load(self, w: Warp, destination: int, source: int, size: int, barrier: int) -> None:
         """cp.async.bulk, global to shared memory."""
-        span = self._line_span(w, destination & 0xFFFFFFFF, source, size)
+        span = self._line_span(w, destination, source, size)
 
         def read() -> Bytes:
             region = self.memory.region(source, source + size, False, "cp.async.bulk", line, warp)
@@ -120,6 +123,16 @@ class Engines:
         else:
             self.loads.append(work)
 
+    def store_lanes(self, w: Warp, mask: Mask | None) -> None:
+        """Who may issue one tensor store: a lane; and, as NVIDIA's kernels rely on, a whole converged warp.
+
+        By the PTX ISA each lane of that warp stores the same, so "isa" wants one lane.
+        """
+        count = 32 if mask is None else int(mask.sum())
+        if count != 1 and (self.isa or count != 32):
+            allowed = "one must be elected" if self.isa else "one must be elected, or the whole warp converge"
+            raise ProtocolError(f"cp.async.bulk.tensor is issued by {count} lanes; {allowed}", line=w.at, warp=w.index)
+
     def tma_store(
         self, w: Warp, source: int, map_address: int, coordinates: Sequence[int], reduce: str | None = None
     ) -> None:
@@ -131,7 +144,7 @@ class Engines:
 
     def bulk_store(self, w: Warp, source: int, destination: int, size: int) -> None:
         """cp.async.bulk, shared to global memory."""
-        span = self._line_span(w, source & 0xFFFFFFFF, destination, size)
+        span = self._line_span(w, source, destination, size)
         line, warp = w.at, w.index
 
         def write(values: Bytes) -> int:
@@ -160,12 +173,18 @@ class Engines:
             self.stores.append(work)
 
     def _box_span(self, w: Warp, box: tma.TensorMap, address: int, what: str) -> Span:
-        address &= 0xFFFFFFFF
+        self._in_shared(w, address, what)
         if address % tma.ALIGNMENT:
             raise BoundsError(f"{what} {address:#x}: not a multiple of {tma.ALIGNMENT}", line=w.at, warp=w.index)
         return box.span(address)
 
+    def _in_shared(self, w: Warp, address: int, what: str) -> None:
+        """Shared memory has 32-bit addresses; what lies beyond is a generic or a global one, or a mistake."""
+        if address >> 32:
+            raise BoundsError(f"{what} {address:#x}: outside of shared memory", line=w.at, warp=w.index)
+
     def _line_span(self, w: Warp, shared: int, other: int, size: int) -> Span:
+        self._in_shared(w, shared, "cp.async.bulk, shared memory")
         if size <= 0 or (shared | other | size) % BULK_ALIGNMENT:
             raise BoundsError(
                 f"cp.async.bulk of {size} bytes, shared memory {shared:#x}, global {other:#x}: "
@@ -177,6 +196,7 @@ class Engines:
 
     def commit_group(self, w: Warp) -> None:
         """cp.async.bulk.commit_group."""
+        self.changes += 1
         w.group += 1
 
     def wait_group(self, w: Warp, left: int, read: bool) -> None:
@@ -198,6 +218,7 @@ class Engines:
 
     # ---- the tensor pipe: PTX ISA, tcgen05.mma, tcgen05.cp, tcgen05.commit ----
     def _queue(self, action: Action, w: Warp, perform: Callable[[], None]) -> None:
+        self.changes += 1
         work = Work(action, w, 0, self._act(action, perform))
         if self.random is None:
             work.step()
@@ -233,7 +254,23 @@ class Engines:
         stream = f"{kind}, D {d:#x}, M and N {idesc >> 17 & 0xFFF:#x}"
         action = self._issue(w, f"tcgen05.mma.kind::{kind}", stream)
         self._queue(
-            action, w, lambda: mma(self, kind, d, a, a_in_tmem, b, idesc, accumulate, keep_lanes, sfa, sfb, block)
+            action,
+            w,
+            lambda: mma(
+                self,
+                kind,
+                d,
+                a,
+                a_in_tmem,
+                b,
+                idesc,
+                accumulate,
+                keep_lanes,
+                sfa,
+                sfb,
+                block,
+                accumulation=self.accumulation,
+            ),
         )
 
     def copy_scales(self, w: Warp, taddr: int, desc: int, shape: str) -> None:
@@ -255,8 +292,10 @@ class Engines:
 
     # ---- tensor memory: PTX ISA, tcgen05.alloc, dealloc, ld, st, wait, fence ----
     def tmem_alloc(self, w: Warp, address: int, columns: int) -> None:
+        self._in_shared(w, address, "tcgen05.alloc to")
+        self.changes += 1
         base = self.tensor.alloc(columns, w.at, w.index)
-        where = np.array([address & 0xFFFFFFFF], np.uint32)
+        where = np.array([address], np.uint32)
         self.shared.store(where, np.array([[base]], "<u4").view(np.uint8), None, w.at, w.index)
 
     def tmem_dealloc(self, w: Warp, address: int, columns: int) -> None:
@@ -264,6 +303,7 @@ class Engines:
             raise ProtocolError(
                 f"tcgen05.dealloc at {address:#x}: not an address that alloc gave", line=w.at, warp=w.index
             )
+        self.changes += 1
         self.tensor.dealloc(address, columns, w.at, w.index)
 
     def tmem_relinquish(self, w: Warp) -> None:
@@ -313,6 +353,7 @@ class Engines:
             marks = np.stack([np.zeros(32, np.uint8) if p is None else p for p in poison], 1)
 
         def perform() -> None:
+            self.changes += 1
             self.tensor.allocated(place[1].start, place[1].stop, "tcgen05.st", action.line, action.warp)
             if judge is not None and self.tensor.poison is not None:
                 judge.write(action, judge.tensor, _quarter(action.warp, place[1]))

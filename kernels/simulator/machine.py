@@ -20,6 +20,7 @@ from wanfp4.simulator.judge import Judge
 from wanfp4.simulator.memory import (
     PARAM_BASE,
     SHARED_BASE,
+    SHARED_LIMIT,
     SHARED_WINDOW,
     Bytes,
     GlobalMemory,
@@ -32,6 +33,7 @@ from wanfp4.simulator.scheduler import Program, Scheduler, Warp
 from wanfp4.simulator.tensor_memory import TensorMemory
 
 ORDERINGS = ("pipe", "isa")
+ACCUMULATIONS = ("exact", "truncated")
 
 
 @dataclass
@@ -64,7 +66,8 @@ class CTA(Scheduler, Barriers, Engines):
     seed          None: warps in turn, asynchronous work completes at issue. A number: see `scheduler`.
     track         also poison and happens-before
     ordering      "pipe" or "isa": what may be relied on (`judge`)
-    limit         turns of the scheduler after which the kernel counts as one that never ends
+    limit         turns of the scheduler after which the kernel counts as one that never ends; None: see `scheduler`
+    accumulation  "exact" or "truncated": how tcgen05.mma adds up (`mma`)
     """
 
     def __init__(
@@ -80,9 +83,16 @@ class CTA(Scheduler, Barriers, Engines):
         track: bool = False,
         ordering: str = "pipe",
         limit: int | None = None,
+        accumulation: str = "exact",
     ) -> None:
         if ordering not in ORDERINGS:
             raise ProtocolError(f"ordering is {ordering!r}; it can be {' or '.join(map(repr, ORDERINGS))}")
+        size = code.static_bytes + shared_bytes
+        if size > SHARED_LIMIT:
+            raise ProtocolError(
+                f"{size} bytes of shared memory ({code.static_bytes} static, {shared_bytes} dynamic): "
+                f"a CTA has {SHARED_LIMIT} at most"
+            )
         threads = int(np.prod(code.kernel.threads))
         if threads % 32 or not 0 < threads <= 1024:
             raise ProtocolError(f"a CTA of {threads} threads: whole warps are modelled, up to 1024 threads")
@@ -90,9 +100,9 @@ class CTA(Scheduler, Barriers, Engines):
         Barriers.__init__(self)
         Engines.__init__(self)
         self.code, self.block, self.grid, self.memory, self.limit = code, block, grid, memory, limit
-        self.isa = ordering == "isa"
+        self.isa, self.accumulation = ordering == "isa", accumulation
         self.parameters = Params(params)
-        self.shared = SharedMemory(code.static_bytes + shared_bytes, track)
+        self.shared = SharedMemory(size, track)
         self.tensor = TensorMemory(track)
         self.judge: Judge | None = None
         if track:
@@ -109,9 +119,27 @@ class CTA(Scheduler, Barriers, Engines):
             raise ProtocolError(
                 f"{left.columns} tensor memory columns at {left.base} are not deallocated at the end", line=left.line
             )
+        self._same_registers()
         if self.judge is not None:
+            self.settled()
             for name, line in self.judge.unobserved():
                 raise ProtocolError(f"the CTA ends, and nobody has waited for the last action of {name}", line=line)
+
+    def shared_address(self, w: Warp, address: int) -> int:
+        """Of a generic address. Raises BoundsError for one that is not of shared memory."""
+        if address >> 32 != SHARED_WINDOW >> 32:
+            raise BoundsError(
+                f"generic address {address:#x} is not one of shared memory, and the opcode names no state space",
+                line=w.at,
+                warp=w.index,
+            )
+        return address & 0xFFFFFFFF
+
+    def shared_addresses(self, w: Warp, addresses: Lanes, m: Mask | None) -> Lanes:
+        """The same of each active lane."""
+        for address in addresses if m is None else addresses[m]:
+            self.shared_address(w, int(address))
+        return addresses.astype(np.uint32)
 
     @property
     def statistics(self) -> Statistics:
@@ -129,6 +157,7 @@ class CTA(Scheduler, Barriers, Engines):
         return _spread(values, m), None if marks is None else _spread(marks, m)
 
     def store_shared(self, w: Warp, address: Lanes, values: Bytes, poison: Mask | None, m: Mask | None) -> None:
+        self.changes += 1
         marks = None if poison is None else poison.view(np.uint8)
         if m is not None:
             address, values, marks = address[m], values[m], None if marks is None else marks[m]
@@ -143,6 +172,7 @@ class CTA(Scheduler, Barriers, Engines):
             address, values, poison = address[m], values[m], None if poison is None else poison[m]
         if poison is not None and poison.any():
             raise PoisonError("a value that nobody defined is stored to global memory", line=w.at, warp=w.index)
+        self.changes += 1
         self.memory.store(address, values, w.at, w.index)
 
     def load_generic(self, w: Warp, address: Lanes, size: int, m: Mask | None) -> tuple[Bytes, Mask | None]:
@@ -171,6 +201,16 @@ class CTA(Scheduler, Barriers, Engines):
             else:
                 self.store_global(w, address, values, poison, lanes)
 
+    def unordered(self, w: Warp, address: Lanes, m: Mask | None, order: str) -> None:
+        """For .acquire and .release at generic addresses, with tracking: they are modelled for global memory only."""
+        if any(window == SHARED_WINDOW >> 56 for window, _ in _windows(address, m)):
+            raise UnknownInstruction(
+                f".{order} on shared memory is not modelled where accesses are judged (track); "
+                "barriers and mbarriers are",
+                line=w.at,
+                warp=w.index,
+            )
+
     def load_param(self, offset: int, size: int) -> Bytes:
         return self.parameters.load(offset, size)
 
@@ -194,10 +234,11 @@ class CTA(Scheduler, Barriers, Engines):
         for lane in lanes:
             one = address[lane : lane + 1]
             where = one
-            if space == "generic" and int(one[0]) >> 56 == SHARED_WINDOW >> 56:
-                where = one.astype(np.uint32)
-            if space == "shared" or (where.dtype == np.uint32 and space == "generic"):
-                raw, poison = self.shared.load(where.astype(np.uint32), size, w.at, w.index)
+            in_shared = space == "shared"
+            if space == "generic" and int(one[0]) >> 32 == SHARED_WINDOW >> 32:
+                where, in_shared = one.astype(np.uint32), True
+            if in_shared:
+                raw, poison = self.shared.load(where, size, w.at, w.index)
                 if poison is not None:
                     raise PoisonError(
                         f"atomic on shared memory {int(where[0]):#x}, which nobody defined", line=w.at, warp=w.index
@@ -207,7 +248,8 @@ class CTA(Scheduler, Barriers, Engines):
             before = raw.view(values.dtype)[0, 0]
             old[lane] = before
             after = np.array([_combine(how, before, values[lane])], values.dtype).view(np.uint8).reshape(1, size)
-            if space == "shared" or (where.dtype == np.uint32 and space == "generic"):
+            self.changes += int(after.tobytes() != raw.tobytes())
+            if in_shared:
                 self.shared.views[size][int(where[0]) // size] = after.view(f"u{size}")[0, 0]
             else:
                 self.memory.store(one, after, w.at, w.index)
@@ -228,6 +270,20 @@ class CTA(Scheduler, Barriers, Engines):
                     other=line,
                 )
 
+    def _same_registers(self) -> None:
+        """At the end: each warp of a warpgroup has run as many setmaxnreg as the others."""
+        for first in range(0, len(self.warps), 4):
+            group = self.warps[first : first + 4]
+            most = max(group, key=lambda w: len(w.register_counts))
+            for other in group:
+                if len(other.register_counts) < len(most.register_counts):
+                    count, line = most.register_counts[len(other.register_counts)]
+                    raise ProtocolError(
+                        f"setmaxnreg {count}, and warp {other.index} of the same warpgroup never comes to it",
+                        line=line,
+                        warp=most.index,
+                    )
+
 
 def _spread(values: NDArray[Any], mask: Mask) -> NDArray[Any]:
     """Rows of active lanes -> rows of all 32."""
@@ -237,9 +293,13 @@ def _spread(values: NDArray[Any], mask: Mask) -> NDArray[Any]:
 
 
 def _windows(address: Lanes, m: Mask | None) -> list[tuple[int, Mask]]:
-    """The address windows (top bytes) that active lanes point into, each with its lanes; 0 for global memory."""
-    top = (address >> np.uint64(56)).astype(np.int64)
-    top[~np.isin(top, (SHARED_WINDOW >> 56, PARAM_BASE >> 56))] = 0
+    """The address windows (top bytes) that active lanes point into, each with its lanes; 0 for global memory.
+
+    A window has 2^32 addresses; one beyond is in no tensor either.
+    """
+    high = address.astype(np.uint64) >> np.uint64(32)
+    top = (high >> np.uint64(24)).astype(np.int64)
+    top[~np.isin(high, (SHARED_WINDOW >> 32, PARAM_BASE >> 32))] = 0
     live = np.ones(32, np.bool_) if m is None else m
     return [(int(window), live & (top == window)) for window in np.unique(top[live])]
 

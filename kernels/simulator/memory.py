@@ -23,6 +23,7 @@ Lanes: TypeAlias = NDArray[np.unsignedinteger[Any]]  # one value per lane
 Index: TypeAlias = NDArray[np.int64]
 
 SHARED_BASE = 1024  # the first kilobyte of shared memory belongs to the system
+SHARED_LIMIT = 227 * 1024  # bytes a CTA can have of it (CUDA programming guide, technical specifications)
 SHARED_WINDOW = 0x7D00_0000_0000_0000  # generic addresses of shared memory
 PARAM_BASE = 0x7E00_0000_0000_0000  # addresses of kernel parameters
 

@@ -3,6 +3,11 @@
 Without a seed, warps go on in turn, each until it has to wait, and whatever is asynchronous completes at issue. With a
 seed, one warp or one piece of asynchronous work is drawn at a time, and everyone's speed is drawn once from four
 decades: late completion and lazy warps are what a wrong kernel does not survive.
+
+Nobody can go on: every warp waits, or goes round in a loop. A warp goes round if it comes back to a state that it had,
+all its registers the same, while no memory and no barrier changed: it would do so for ever. That is certain, so it is
+reported at once. A loop that changes its registers (it counts its looks, or reads a clock) is given up after CALM
+blocks in which nothing but registers changed; a `limit` takes the place of that.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from wanfp4.simulator.barriers import MbarrierWait, NamedWait
+from wanfp4.simulator.barriers import MbarrierLook, MbarrierWait, NamedWait
 from wanfp4.simulator.findings import DeadlockError
 from wanfp4.simulator.judge import Action
 from wanfp4.simulator.memory import Bytes, Mask
@@ -26,6 +31,9 @@ if TYPE_CHECKING:
 FULL: Mask = np.ones(32, np.bool_)
 FINISHED, SPLIT = -1, -2  # what a block returns in place of the next block's number
 PATIENCE = 4096  # blocks a warp runs before others get a turn, when it never has to wait
+IDLE_PATIENCE = 64  # the same, when nothing has changed since its last turn
+CALM = 1 << 21  # blocks run by all warps while nothing but registers changes, after which nothing is expected to change
+FIRST_ANCHOR = 16  # turns without a change after which a warp's state is kept, to see whether it comes back
 
 
 class KernelShape(Protocol):
@@ -75,6 +83,40 @@ class Specials(dict[str, NDArray[np.unsignedinteger[Any]]]):
         return np.full(32, value, np.uint64 if name in ("%clock64", "%globaltimer") else np.uint32)
 
 
+class Watch:
+    """A warp while nothing outside of its registers changes: turns it had, and the state it had after one of them."""
+
+    __slots__ = ("changes", "groups", "registers", "rounds", "ticks", "turns")
+
+    def __init__(self, changes: int) -> None:
+        self.changes, self.turns, self.ticks, self.rounds = changes, 0, 0, False
+        self.groups: dict[int, Mask] | None = None
+        self.registers: list[Any] = []
+
+    def look(self, warp: Warp) -> None:
+        """After a turn. The state is compared with an older one, which moves on as turns double (Brent's algorithm)."""
+        if self.rounds:
+            return
+        self.turns += 1
+        if self.groups is not None and self._same(warp):
+            self.rounds = True
+        elif self.turns >= FIRST_ANCHOR and not self.turns & (self.turns - 1):
+            self.groups, self.registers, self.ticks = dict(warp.groups), list(warp.R), warp.special.ticks
+
+    def _same(self, warp: Warp) -> bool:
+        groups = self.groups or {}
+        return (
+            groups.keys() == warp.groups.keys()
+            and self.ticks == warp.special.ticks
+            and all((groups[pc] == mask).all() for pc, mask in warp.groups.items())
+            # Registers are never written in place; as bytes, for a NaN is the same as itself.
+            and all(
+                a is b or np.asarray(a).tobytes() == np.asarray(b).tobytes()
+                for a, b in zip(self.registers, warp.R, strict=True)
+            )
+        )
+
+
 class Warp:
     """One warp: registers `R` and their poison `P`, groups of lanes by the block they are at, and what it waits for."""
 
@@ -82,7 +124,8 @@ class Warp:
         self.cta, self.index = cta, index
         self.R, self.P = cta.code.registers()
         self.groups: dict[int, Mask] = {0: FULL}
-        self.wait: MbarrierWait | NamedWait | None = None
+        self.wait: MbarrierWait | MbarrierLook | NamedWait | None = None
+        self.watch = Watch(-1)
         self.split: tuple[Mask, int, int]
         self.at = 0  # PTX line being executed
         self.hits = [0] * len(cta.code.sizes)
@@ -110,7 +153,9 @@ class Warp:
         if not self.groups and self.wait is None:
             return f"warp {self.index}: has ended (line {self.at})"
         lanes = ", ".join(f"block ending at line {self.cta.code.line(pc)}" for pc in sorted(self.groups))
-        return f"warp {self.index}: line {self.at}, {self.wait or 'can go on'}" + f" ({lanes})" * (len(self.groups) > 1)
+        return f"warp {self.index}: line {self.at}, {self.wait or 'can go on'}" + f" ({lanes})" * (
+            len(self.groups) > 1 or not self.wait
+        )
 
 
 def _specials(
@@ -168,6 +213,9 @@ class Scheduler:
         self.stores: list[Work] = []  # bulk stores: read shared memory, then write global memory
         self.budget = PATIENCE
         self.turns = 0
+        self.changes = 0  # of memory, barriers and asynchronous work: whatever a warp may be waiting for
+        self.blocks = 0  # run by all warps
+        self.calm = (0, 0)  # changes, and blocks run until then
         self.speed: dict[Any, float] = {}
         if self.random is not None:
             for who in ("pipe", "load", "store", "st", *range(warps)):
@@ -187,8 +235,10 @@ class Scheduler:
                 if not ready:
                     raise self._stuck("deadlock: no warp can go on")
                 for warp in ready:
-                    self.budget = PATIENCE
+                    self.budget = PATIENCE if warp.watch.changes != self.changes else IDLE_PATIENCE
                     self.step(warp)
+                    self._watch(warp)
+                self._moving(ready)
             elif not self._draw(self.random, ready):
                 if alive:
                     raise self._stuck("deadlock: no warp can go on")
@@ -228,7 +278,28 @@ class Scheduler:
         else:
             self.budget = draw.choice((1, 3, 10, 1000))
             self.step(self.warps[what])
+            self._watch(self.warps[what])
+            if len(choices) == len(ready):
+                self._moving(ready)
         return True
+
+    def _watch(self, warp: Warp) -> None:
+        """After a turn of a warp."""
+        if warp.watch.changes != self.changes:
+            warp.watch = Watch(self.changes)
+        else:
+            warp.watch.look(warp)
+
+    def _moving(self, ready: list[Warp]) -> None:
+        """With no asynchronous work under way. Raises DeadlockError if all these warps, ready a turn ago, go round."""
+        changes, blocks = self.calm
+        if changes != self.changes:
+            self.calm = self.changes, self.blocks
+            return
+        if all(w.watch.rounds and w.watch.changes == changes and w.groups for w in ready):
+            raise self._stuck("deadlock: all warps that can go on are in loops that change nothing")
+        if self.limit is None and self.blocks - blocks > CALM:
+            raise self._stuck(f"no end: nothing but registers changed over {CALM} blocks")
 
     def step(self, warp: Warp) -> None:
         """Run a warp until it has to wait, ends, or the budget of blocks is spent. Lanes that are behind go first."""
@@ -253,7 +324,8 @@ class Scheduler:
                         self._join(groups, block, lanes)
             budget -= 1
             if warp.wait is not None or budget <= 0:
-                return
+                break
+        self.blocks += self.budget - budget
 
     @staticmethod
     def _join(groups: dict[int, Mask], pc: int, mask: Mask) -> None:
@@ -265,4 +337,8 @@ class Scheduler:
         lines = [what, *(f"  {w.state()}" for w in self.warps)]
         lines += [f"  under way: {work}" for queue in (self.pipe, self.loads, self.stores) for work in queue]
         lines += [f"  under way: {a.what} of warp {a.warp}, line {a.line}" for w in self.warps for a, _ in w.stores]
-        return DeadlockError("\n".join(lines), line=next((w.at for w in self.warps if w.wait is not None), None))
+        alive = sorted((w for w in self.warps if w.wait is not None or w.groups), key=lambda w: w.wait is None)
+        line = None
+        if alive:  # without a wait, what it did last that reached beyond registers may lie before the loop
+            line = alive[0].at if alive[0].wait is not None else self.code.line(min(alive[0].groups))
+        return DeadlockError("\n".join(lines), line=line or None)

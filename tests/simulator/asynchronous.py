@@ -123,7 +123,7 @@ def mbarriers() -> Program:
             ]
             body += ["cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r12+2048], [%a+2048], 64, [%r7];"]
             body += ["mbarrier.arrive.shared.b64 _, [%r7];", f"ISSUED{step}:"]
-        where = "%d7" if kind == "b64" else "%r7"
+        where = "%r7" if "shared" in kind else "%d7"
         look = "test_wait" if step % 2 else "try_wait"
         body += [
             wait(where, "0" if step % 4 else "%r13", f"WAIT{step}", f"mbarrier.{look}.parity.{kind}"),

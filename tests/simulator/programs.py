@@ -77,7 +77,7 @@ def run(
     text: str, *args: Argument, shared: int = 0, grid: tuple[int, int, int] = (1, 1, 1), **options: Any
 ) -> LaunchReport:
     """Run kernel `k`, which reads and writes the arrays among `args` in place."""
-    sim = Simulator(limit=100_000, **options)
+    sim = Simulator(**{"limit": 100_000, **options})
     code = translated(text, sim.track)
     arrays = [arg for arg in args if isinstance(arg, np.ndarray)]
     for index, array in enumerate(arrays):

@@ -169,9 +169,18 @@ def accumulator_cleared(patch: Patch) -> None:
     old = mma.mma
 
     def fresh(
-        cta: Any, kind: str, d: int, a: int, inside: bool, b: int, idesc: int, accumulate: bool, *rest: Any
+        cta: Any,
+        kind: str,
+        d: int,
+        a: int,
+        inside: bool,
+        b: int,
+        idesc: int,
+        accumulate: bool,
+        *rest: Any,
+        **options: Any,
     ) -> None:
-        old(cta, kind, d, a, inside, b, idesc, False, *rest)
+        old(cta, kind, d, a, inside, b, idesc, False, *rest, **options)
 
     patch.setattr(mma, "mma", fresh)
 

@@ -128,7 +128,7 @@ def test_tensor_stores_are_late_until_waited_for() -> None:
 
 def test_the_tensor_pipe_keeps_its_order_and_commit_arrives_last(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
-    monkeypatch.setattr(mma, "mma", lambda cta, kind, d, *rest: log.append(f"mma {d}"))
+    monkeypatch.setattr(mma, "mma", lambda cta, kind, d, *rest, **options: log.append(f"mma {d}"))
     monkeypatch.setattr(mma, "copy_scales", lambda cta, taddr, desc, shape: log.append(f"cp {taddr} {shape}"))
     operation = [call("mma", "f16", d, 0, False, 0, 0, False) for d in range(3)]
     copy = call("copy_scales", 9, 0, "32x128b.warpx4")
@@ -152,7 +152,7 @@ def test_the_tensor_pipe_keeps_its_order_and_commit_arrives_last(monkeypatch: py
 
 
 def test_findings_of_the_tensor_core_name_the_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*operands: Any) -> None:
+    def refuse(*operands: Any, **options: Any) -> None:
         raise DescriptorError("what a descriptor")
 
     monkeypatch.setattr(mma, "mma", refuse)

@@ -26,7 +26,7 @@ LOADED.view(np.uint32)[:] = h.LANE
 def simple_tensor_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor core of which only the accesses matter: reads 128 bytes at `b` and column `a`, writes column `d`."""
 
-    def multiply(cta: Any, kind: str, d: int, a: int, a_in_tmem: bool, b: int, *rest: Any) -> None:
+    def multiply(cta: Any, kind: str, d: int, a: int, a_in_tmem: bool, b: int, *rest: Any, **options: Any) -> None:
         if b:
             cta.shared.take(np.arange(b, b + 128))
         if a_in_tmem:

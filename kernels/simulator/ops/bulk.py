@@ -30,6 +30,7 @@ def load(b: Block, ins: Instruction, dimensions: str, *parts: str) -> None:
 def store(b: Block, ins: Instruction, dimensions: str, *parts: str) -> None:
     """NVIDIA's kernels have a whole converged warp issue it, which is one store: `UTMASTG` is a uniform instruction."""
     target, source = ins.operands[:2]
+    b.emit(f"w.cta.store_lanes(w, {b.mask})")
     box, coordinates = _tensor(b, target, dimensions)
     b.emit(f"w.cta.tma_store(w, {b.lead(b.address(source))}, {box}, {coordinates}, None)")
 

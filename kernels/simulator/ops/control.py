@@ -184,7 +184,7 @@ def nothing(b: Block, ins: Instruction, *parts: str) -> None:
         b.members(ins.operands[0])
 
 
-@op("setmaxnreg .inc|dec .sync .aligned .u32", targets=0)
+@op("setmaxnreg .inc|dec .sync .aligned .u32", targets=0, effects=True)
 def setmaxnreg(b: Block, ins: Instruction, how: str) -> None:
     count = int(str(ins.operands[0]), 0)
     if not 24 <= count <= 256 or count % 8:

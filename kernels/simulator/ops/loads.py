@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from wanfp4.simulator.findings import UnknownInstruction
 from wanfp4.simulator.grammar import op
 from wanfp4.simulator.ptx import SIZES, Instruction, Operand
 from wanfp4.simulator.translate import NAMES, Block
@@ -36,6 +37,7 @@ def ld_param(b: Block, ins: Instruction, vector: str, kind: str) -> None:
     effects=True,
 )
 def ld(b: Block, ins: Instruction, *parts: str) -> None:
+    _order(b, ins)
     kind = parts[-1]
     registers = _registers(ins, ins.operands[0])
     size = SIZES[kind] * len(registers)
@@ -64,6 +66,7 @@ def st(b: Block, ins: Instruction, *parts: str) -> None:
     registers = _registers(ins, ins.operands[1])
     space = _space(ins)
     b.use(ins.operands[0])
+    _order(b, ins)
     poison = "None"
     if space == "global":
         b.use(ins.operands[1])
@@ -84,6 +87,7 @@ _REDUCTIONS = (
 
 @op(*(f"atom {_ORDER} {_WHERE} {what}" for what in (*_REDUCTIONS, ".exch .b32|b64")), effects=True)
 def atom(b: Block, ins: Instruction, *parts: str) -> None:
+    _order(b, ins)
     *_, how, kind = ins.opcode.split(".")
     target, address, value = ins.operands
     call = f"w.cta.atomic(w, {_space(ins)!r}, {how!r}, {b.address(address)}, {b.read(value, kind)}, {b.mask})"
@@ -93,9 +97,29 @@ def atom(b: Block, ins: Instruction, *parts: str) -> None:
 
 @op(*(f"red .relaxed|release? {_SCOPE} {_WHERE} {what}" for what in _REDUCTIONS), targets=0, effects=True)
 def red(b: Block, ins: Instruction, *parts: str) -> None:
+    _order(b, ins)
     *_, how, kind = ins.opcode.split(".")
     address, value = ins.operands
     b.emit(f"w.cta.atomic(w, {_space(ins)!r}, {how!r}, {b.address(address)}, {b.read(value, kind)}, {b.mask})")
+
+
+def _order(b: Block, ins: Instruction) -> None:
+    """Flags in shared memory that order other accesses (PTX ISA, memory consistency model) are not modelled.
+
+    Barriers alone carry order here, so with tracking what such a flag guards would be called a race.
+    """
+    parts = ins.opcode.split(".")
+    order = next((part for part in ("acquire", "release", "acq_rel") if part in parts), None)
+    if not b.tracked or order is None or _space(ins) == "global":
+        return
+    if _space(ins) == "shared":
+        raise UnknownInstruction(
+            f"{ins.opcode}: .{order} on shared memory is not modelled where accesses are judged (track); "
+            "barriers and mbarriers are",
+            line=ins.line,
+        )
+    address = next(operand for operand in ins.operands if str(operand).startswith("["))
+    b.emit(f"w.cta.unordered(w, {b.address(address)}, {b.mask}, {order!r})")
 
 
 def _registers(ins: Instruction, operand: Operand) -> tuple[str, ...]:

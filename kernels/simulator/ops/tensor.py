@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from wanfp4.simulator.grammar import op
+from wanfp4.simulator.ops.places import shared
 from wanfp4.simulator.ptx import Instruction, Operand
 from wanfp4.simulator.translate import Block
 
@@ -12,7 +13,7 @@ _GROUP = ".cta_group::1"
 @op(f"tcgen05.alloc {_GROUP} .sync .aligned .shared::cta? .b32", targets=0, effects=True)
 def alloc(b: Block, ins: Instruction, space: str) -> None:
     b.emit(f"whole({b.mask})")
-    b.emit(f"w.cta.tmem_alloc(w, {b.lead(b.address(ins.operands[0]))}, {b.uniform(ins.operands[1], 'u32')})")
+    b.emit(f"w.cta.tmem_alloc(w, {shared(b, ins.operands[0], space)}, {b.uniform(ins.operands[1], 'u32')})")
 
 
 @op(f"tcgen05.dealloc {_GROUP} .sync .aligned .b32", targets=0, effects=True)
@@ -81,7 +82,7 @@ def fence(b: Block, ins: Instruction) -> None:
 )
 def commit(b: Block, ins: Instruction, space: str) -> None:
     b.emit(f"one({b.mask})")
-    b.emit(f"w.cta.commit(w, {b.lead(b.address(ins.operands[0]))})")
+    b.emit(f"w.cta.commit(w, {shared(b, ins.operands[0], space)})")
 
 
 @op(f"tcgen05.cp {_GROUP} .32x128b .warpx4", targets=0, effects=True)
