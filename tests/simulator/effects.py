@@ -80,7 +80,7 @@ def accesses(space: str) -> Iterator[tuple[str, str, str, int]]:
             vector = f".v{count}" if count > 1 else ""
             yield f"st{part}{vector}.{kind}", f"ld{part}{vector}.{kind}", kind, count
     for first, second in zip(orders("release"), orders("acquire"), strict=True):
-        if "global" in space or not first.startswith(".release"):  # in shared memory: test_loads.py
+        if "global" in space or not first.startswith(".release"):  # in shared memory: FLAGS
             yield f"st{first}{part}.b32", f"ld{second}{part}.b32", "b32", 1
     if space == "global":
         for one, other in itertools.zip_longest(STORE_HINTS, LOAD_HINTS, fillvalue=""):
@@ -205,7 +205,7 @@ def bits_of(value: Any, kind: str) -> int:
 def atomics(space: str, shift: int) -> Program:
     """Lanes of one warp fall upon four places, some of them not taking part; old values and what is left."""
     modifiers = ["", ".relaxed.cta", ".acquire.cluster", ".release.gpu", ".acq_rel.sys"]
-    if "global" not in space:  # the others in shared memory: test_loads.py
+    if "global" not in space:  # the others in shared memory: FLAGS
         modifiers = ["", ".relaxed.cta", ".relaxed.cluster", ".relaxed.gpu", ".relaxed.sys"]
     part = {"shared": ".shared", "shared::cta": ".shared::cta", "global": ".global"}.get(space, "")
     rng = np.random.default_rng(11)
@@ -442,3 +442,16 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "parameters": parameters,
     "lanes of a warp": warps,
 }
+
+
+# Ordered accesses of shared memory, which tracking refuses.
+FLAGS = kernel(
+    """shl.b32 %r1, %thread, 2; mov.b32 %r2, memory; add.u32 %r1, %r1, %r2; mad.wide.u32 %d1, %thread, 16, %o;
+st.release.cluster.shared.b32 [%r1], %thread; ld.acquire.sys.shared.b32 %r3, [%r1];
+st.global.b32 [%d1], %r3; add.u32 %r3, %r3, 5;
+st.release.sys.shared.b32 [%r1], %r3; ld.acquire.cluster.shared.b32 %r4, [%r1]; st.global.b32 [%d1+4], %r4;
+atom.acquire.cta.shared.inc.u32 %r5, [%r1], 20; st.global.b32 [%d1+8], %r5;
+ld.shared.b32 %r6, [%r1]; st.global.b32 [%d1+12], %r6; ret;""",
+    "o",
+    top=".shared .align 128 .b8 memory[128];\n",
+)

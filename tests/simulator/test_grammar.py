@@ -222,7 +222,12 @@ def all_texts() -> list[str]:
     texts = [Batch(batch).text for make in cases.FAMILIES.values() for batch in batches(make())]
     texts += [make().text for make in (*effects.PROGRAMS.values(), *asynchronous.PROGRAMS.values())]
     texts += [*tensors.LOADS.values(), *tensors.STORES.values(), *tensors.REDUCTIONS.values()]
-    return [*texts, tensor_core.copies().text, *(tensor_core.product(p).text for p in tensor_core.PRODUCTS)]
+    return [
+        *texts,
+        effects.FLAGS,
+        tensor_core.copies().text,
+        *(tensor_core.product(p).text for p in tensor_core.PRODUCTS),
+    ]
 
 
 def test_every_pattern_and_every_choice_in_it_runs_in_a_program():
