@@ -34,8 +34,8 @@ EXPECTED = {
 }
 TOLERANCE = 0.001
 NOT_HERE = (
-    "A Triton backend, for other GPUs, is planned and not in this version: "
-    "every 4-bit policy runs by emulation, which shows quality and brings no speed."
+    "On any other hardware than Blackwell's, every 4-bit policy runs by emulation, which shows quality and brings no "
+    "speed."
 )
 
 

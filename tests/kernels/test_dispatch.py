@@ -50,6 +50,18 @@ def test_fastest_that_can_run_is_taken():
     assert dispatch.select(EXACT, cpu, "reference").name == "reference"
 
 
+def test_what_nobody_has_seen_on_hardware_is_taken_by_name_only(monkeypatch):
+    ready = [dataclasses.replace(b, missing=lambda: None) for b in dispatch.backends()]
+    ready = [dataclasses.replace(b, refuses=lambda *_: None) if b.by_name else b for b in ready]
+    monkeypatch.setattr(dispatch, "_BACKENDS", tuple(ready))
+    numerics, cpu = policies()["wan-fast"].numerics, torch.device("cpu")
+    assert dispatch.select(numerics, cpu).name == "reference"
+    assert dispatch.select(numerics, cpu, "triton").name == "triton"
+    monkeypatch.setattr(dispatch, "_BACKENDS", tuple(b for b in ready if b.name != "reference"))
+    with pytest.raises(BackendError, match="triton: it is only taken by name, backend='triton'"):
+        dispatch.select(numerics, cpu)
+
+
 def test_named_backend_runs_or_says_why_not():
     q, k, v = draw()
     with pytest.raises(BackendError, match=r"unknown backend 'cutlass'; .* has sm100, sdpa, triton, reference"):
