@@ -76,7 +76,7 @@ def test_without_a_policy_every_preset_is_there_or_named(run, compiled_nothing):
 
 
 LOOP = figures.SoftmaxLoop(64, dict.fromkeys(sass.PIPES, 32), 0, {"MUFU.EX2": 3}, 5, 6, None)
-FIGURES = figures.KernelFigures("kernel", 384, 168, (224, 64), 0, 0, 0, 0, 1024, 512, 100, {"UTCOMMA": 2}, LOOP)
+FIGURES = figures.KernelFigures("kernel", 384, 168, (224, 56), 0, 0, 0, 0, 1024, 512, 100, {"UTCOMMA": 2}, LOOP)
 
 
 @pytest.fixture
