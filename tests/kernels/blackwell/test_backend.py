@@ -317,8 +317,9 @@ def test_calls_it_declines(gpu: simulator.Device) -> None:
     cases: list[tuple[list[torch.Tensor], dict[str, Any], str]] = [
         ([q.float(), k.float(), v.float()], {}, "found torch.float32: cast them"),
         ([q, k, v.half()], {}, "found torch.bfloat16, torch.bfloat16 and torch.float16"),
-        ([q, k, v], {"scale": 0.0}, "softmax scale is a positive number; found 0.0"),
-        ([q, k, v], {"scale": float("inf")}, "softmax scale is a positive number; found inf"),
+        ([q, k, v], {"scale": 0.0}, "softmax scale is a number from 1e-20 to 1e20; found 0.0"),
+        ([q, k, v], {"scale": float("inf")}, "softmax scale is a number from 1e-20 to 1e20; found inf"),
+        ([q, k, v], {"scale": 1e-30}, "softmax scale is a number from 1e-20 to 1e20; found 1e-30"),
     ]
     for qkv, options, why in cases:
         with pytest.raises(UnsupportedInputError, match=f"backend 'sm100' does not take this call: .*{why}"):
