@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from wanfp4.kernels.devices import no_gpu
 from wanfp4.policy import Guard, Numerics
 
 TILE = 128
@@ -116,13 +117,7 @@ def missing() -> str | None:
     found = not_installed()
     if found or interpreted():
         return found
-    if not torch.cuda.is_available():
-        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-        return f"PyTorch {torch.__version__} ({built}) finds no CUDA device, and it needs {_needed_gpu()}"
-    if not torch.cuda.is_initialized():
-        return None
-    others = [wrong_gpu(i) for i in range(torch.cuda.device_count())]
-    return None if None in others else others[0]
+    return no_gpu(_needed_gpu(), wrong_gpu)
 
 
 def _needed_gpu() -> str:

@@ -28,6 +28,7 @@ from torch import Tensor
 from wanfp4.errors import BackendError, PolicyError
 from wanfp4.kernels.blackwell import cache
 from wanfp4.kernels.blackwell.cache import Function, Kernel, Kernels
+from wanfp4.kernels.devices import no_gpu
 from wanfp4.policy import Guard, Numerics, policies
 
 TILE = 128
@@ -76,16 +77,7 @@ def not_installed() -> str | None:
 def missing() -> str | None:
     """Why this machine cannot run the kernels, or None. CUDA is not initialised for this: as long as nothing else has
     done so, a GPU of another kind is not noticed here but by `refuses`."""
-    found = _not_installed()
-    if found:
-        return found
-    if not torch.cuda.is_available():
-        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-        return f"PyTorch {torch.__version__} ({built}) finds no CUDA device, and it needs {_needed_gpu()}"
-    if not torch.cuda.is_initialized():
-        return None
-    others = [_wrong_gpu(i) for i in range(torch.cuda.device_count())]
-    return None if None in others else others[0]
+    return _not_installed() or no_gpu(_needed_gpu(), _wrong_gpu)
 
 
 _not_installed = functools.cache(not_installed)
