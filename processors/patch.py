@@ -20,7 +20,7 @@ from torch import nn
 from wanfp4.errors import BackendError, FallbackError, ModelError, UnsupportedInputError
 from wanfp4.kernels import dispatch, ops
 from wanfp4.policy import EXACT, Policy, get_policy
-from wanfp4.processors.session import Clock, Session, Site, log
+from wanfp4.processors.session import Clock, Observer, Session, Site, log
 from wanfp4.processors.wan import PARALLEL, Wan4BitAttnProcessor
 from wanfp4.receipt import Receipt, Unpatched
 
@@ -161,6 +161,18 @@ class Patch:
     def reset(self) -> None:
         """Forget what ran so far."""
         self._session.ledger.clear()
+
+    @contextmanager
+    def observing(self, observer: Observer) -> Iterator[None]:
+        """Inside the block, hand every self-attention call that this patch runs to `observer`, after it ran.
+
+        What `observer` returns goes on in the model in place of the call's result; None leaves the result.
+        """
+        before, self._session.observer = self._session.observer, observer
+        try:
+            yield
+        finally:
+            self._session.observer = before
 
     def __enter__(self) -> Patch:
         return self

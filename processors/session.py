@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wanfp4.errors import BackendError, FallbackError
 from wanfp4.kernels import dispatch, ops
-from wanfp4.policy import EXACT, Policy, policies
+from wanfp4.policy import EXACT, Numerics, Policy, policies
 from wanfp4.processors.wan import Wan4BitAttnProcessor
 from wanfp4.receipt import PIPELINE, Ledger, Ran
 
@@ -32,6 +32,36 @@ class Site:
     blocks: str
     layer: int
     num_layers: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One self-attention call that has just run, as an observer sees it.
+
+    expert, site  where: the component's name, and the place in it.
+    step, sigma, branch  when, as `Clock.now` tells it.
+    q, k, v, out  [B, S, H, D]. They belong to the model: an observer copies what it keeps, and writes to none.
+    numerics      what was computed, the guard's changes in it.
+    ran           the receipt's words for it.
+    own           computes the pipeline's own attention of the same q, k, v; `out` itself where that is what ran.
+    """
+
+    expert: str
+    site: Site
+    step: int | None
+    sigma: float | None
+    branch: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    numerics: Numerics
+    ran: Ran
+    own: Callable[[], Tensor]
+
+
+# What it returns goes on in the model in place of `out`; None leaves `out`.
+Observer = Callable[[Call], Tensor | None]
 
 
 class Clock:
@@ -133,6 +163,7 @@ class Session:
         self.processors: list[list[Wan4BitAttnProcessor]] = []
         self.ledger = Ledger()
         self.active = True
+        self.observer: Observer | None = None
         self.number = ops.register(self)
         rules = [rule.numerics for rule in policy.rules]
         # A policy that rounds nothing has one use for a named backend: to run exact attention there (drift's noise
@@ -169,6 +200,7 @@ class Session:
             except BackendError as error:
                 fallback, reason = True, str(error)
         notes: Mapping[str, int] = {}
+        computed = EXACT
         if fallback:
             where = f"{self.experts[expert]} {place.blocks} layer {place.layer}"
             if self.strict:
@@ -187,7 +219,9 @@ class Session:
             ran = Ran("exact", EXACT.label, name, reason=reason, fallback=fallback)
         else:
             outcome = dispatch.run(q, k, v, numerics, guard=self.policy.guard, backend=backend)
-            out = outcome.out
+            out, computed = outcome.out, numerics
+            if self.observer is not None and self.policy.guard is not None and _guarded(outcome):
+                computed = self.policy.guard.apply(numerics)
             emulated = not numerics.is_exact and not _is_native(outcome.backend)
             notes = {name: count for name, count in outcome.notes.items() if name != "guarded"}
             ran = Ran(
@@ -216,7 +250,15 @@ class Session:
             sigma=sigma,
             notes=notes,
         )
-        return out
+        if self.observer is None:
+            return out
+
+        def own() -> Tensor:
+            return out if ran.backend.split("/")[0] == PIPELINE else _pipeline_attention(q, k, v, processor)
+
+        seen = Call(self.experts[expert], place, step, sigma, branch, q, k, v, out, computed, ran, own)
+        instead = self.observer(seen)
+        return out if instead is None else instead
 
     def _say(self, key: str, level: int, message: str, *args: object) -> None:
         if key not in self._said:
@@ -237,6 +279,11 @@ def _pipeline_attention(q: Tensor, k: Tensor, v: Tensor, processor: Wan4BitAttnP
         parallel_config=None,
     )
     return out
+
+
+def _guarded(outcome: dispatch.Outcome) -> bool:
+    """Whether the guard changed this call's numerics; asking a backend that decides on the device waits for it."""
+    return bool(outcome.notes.get("guarded")) or (outcome.flag is not None and bool(outcome.flag.item()))
 
 
 def _is_native(name: str) -> bool:

@@ -14,42 +14,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from wanfp4.errors import ModelError, Wanfp4Error
 from wanfp4.policy import Policy, get_policy
-from wanfp4.processors.environment import machine, versions
 from wanfp4.processors.patch import patch
-from wanfp4.processors.pipelines import (
-    ModelInfo,
-    Settings,
-    decode_latents,
-    generate_latents,
-    info_of,
-    shifted,
-)
-from wanfp4.processors.wan import Wan4BitAttnProcessor
+from wanfp4.processors.pipelines import Settings, decode_latents, generate_latents, info_of, shifted
 from wanfp4.quality import metrics
 from wanfp4.quality.aggregate import Json, number, per_step, series, summary
 from wanfp4.quality.files import output_folder
+from wanfp4.quality.jobs import attention_of, header, log_above_bar, quiet, said_once
 from wanfp4.quality.metrics import Clip, Distance, distance
 from wanfp4.quality.plan import DEFAULT_SEEDS, FLOOR, REFERENCE, Plan, check_call, make_plan
 from wanfp4.quality.record import Seen, Trajectory, watching
 from wanfp4.quality.report import REPORT_KIND, SCHEMA_VERSION, DriftReport
 from wanfp4.quality.video import encode_jpeg, encode_mp4, strip
-from wanfp4.receipt import PIPELINE
 
 log = logging.getLogger("wanfp4")
 
@@ -96,12 +84,13 @@ def drift(
     info = info_of(pipe)
     plan = make_plan(info, policies, prompts, seeds, steps, settings=settings, budget=budget)
     check_call(pipe, call)
-    attention = _attention_of(pipe, info)
+    attention = attention_of(pipe, info)
     for policy in plan.policies:
         with patch(pipe, policy, backend, strict=strict):
             pass  # raises here what would otherwise be raised after the reference run
 
-    report = DriftReport(_header(pipe, info, model, plan, backend, strict, command, call), budget=plan.budget)
+    known = header(REPORT_KIND, SCHEMA_VERSION, pipe, info, plan, backend, strict, call, model, command)
+    report = DriftReport(known, budget=plan.budget)
     report.data["reference"]["attention"] = attention
     report.add_section(FLOOR, _floor_policy(), FLOOR_BACKEND, floor=True)
     for policy in plan.policies:
@@ -132,10 +121,10 @@ def _compare_all(
     steps = plan.runs * plan.settings.steps
     with (
         shifted(pipe, plan.settings.shift),
-        _quiet(pipe),
-        _said_once(),
+        quiet(pipe),
+        said_once(),
         tqdm(total=steps, unit="step", disable=not progress, dynamic_ncols=True) as bar,
-        _log_above_bar(),
+        log_above_bar(),
     ):
         for p, prompt in enumerate(plan.prompts):
             for seed in plan.seeds:
@@ -279,104 +268,3 @@ class _Comparison:
 def _floor_policy() -> Policy:
     text = "Nothing is rounded to 4 bits: exact tiled FP32 attention in place of the pipeline's own implementation."
     return get_policy("bf16").with_(description=text)
-
-
-def _attention_of(pipe: Any, info: ModelInfo) -> str:
-    """The reference's attention, as receipts name it. Raises ModelError when the pipeline is patched already."""
-    names = set()
-    for expert in info.experts:
-        transformer = getattr(pipe, expert.name, None)
-        for module in transformer.modules() if transformer is not None else ():
-            processor = getattr(module, "processor", None)
-            if isinstance(processor, Wan4BitAttnProcessor):
-                raise ModelError(
-                    "the pipeline is patched, and drift compares with its own attention: restore() the patch first"
-                )
-            own = getattr(processor, "_attention_backend", None)
-            names.add(PIPELINE if own is None else f"{PIPELINE}/{getattr(own, 'value', own)}")
-    return ", ".join(sorted(names))
-
-
-@contextlib.contextmanager
-def _quiet(pipe: Any) -> Iterator[None]:
-    """Without the pipeline's own progress bar, which the job's bar replaces."""
-    before = vars(pipe).get("_progress_bar_config")
-    pipe.set_progress_bar_config(**{**(before or {}), "disable": True})
-    try:
-        yield
-    finally:
-        if before is None:
-            del pipe._progress_bar_config
-        else:
-            pipe._progress_bar_config = before
-
-
-@contextlib.contextmanager
-def _log_above_bar() -> Iterator[None]:
-    """wanfp4's log lines on stderr above the bar, unless the caller's own logging has them: each would come twice."""
-    if log.hasHandlers():
-        yield
-    else:
-        with logging_redirect_tqdm([log]):
-            yield
-
-
-@contextlib.contextmanager
-def _said_once() -> Iterator[None]:
-    """Every patch of a policy would log the same remarks again."""
-    said: set[str] = set()
-
-    def new(record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        fresh = message not in said
-        said.add(message)
-        return fresh
-
-    log.addFilter(new)
-    try:
-        yield
-    finally:
-        log.removeFilter(new)
-
-
-def _header(
-    pipe: Any,
-    info: ModelInfo,
-    model: str | None,
-    plan: Plan,
-    backend: str | None,
-    strict: bool,
-    command: str | None,
-    call: Mapping[str, Any],
-) -> Json:
-    """Everything in a report that is known before the first run."""
-    described = json.loads(json.dumps(info.to_dict()))  # its tuples become the lists that a file gives back
-    if model is not None:
-        described["model"] = model
-    transformer = next(t for t in (getattr(pipe, e.name, None) for e in info.experts) if t is not None)
-    dtype = str(transformer.dtype).removeprefix("torch.")
-    return {
-        "kind": REPORT_KIND,
-        "schema": SCHEMA_VERSION,
-        "complete": False,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command,
-        "versions": versions(),
-        "machine": machine(torch.device(pipe._execution_device)),
-        "model": {**described, "dtype": dtype, "tokens": info.tokens(plan.settings)},
-        "scheduler": type(pipe.scheduler).__name__,
-        "settings": plan.settings.to_dict(),
-        "prompts": list(plan.prompts),
-        "seeds": list(plan.seeds),
-        "backend": backend,
-        "strict": strict,
-        "call": {name: _plain(value) for name, value in call.items()},
-        "steps": [],
-    }
-
-
-def _plain(value: Any) -> Any:
-    """A JSON value for an argument: itself, or what Python prints of it."""
-    if isinstance(value, float):
-        return number(value)
-    return value if isinstance(value, str | int | None) else repr(value)

@@ -1,4 +1,4 @@
-"""What a drift job will do, checked as a whole before anything slow starts."""
+"""What a measuring job will do, checked as a whole before anything slow starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REFERENCE, FLOOR = "reference", "noise floor"
 
 DEFAULT_SEEDS = (0, 1)
 
-# Arguments of a pipeline's call that a drift job sets, with those of `wanfp4.drift` that they follow from.
+# Arguments of a pipeline's call that a job sets, with those of `wanfp4.drift` that they follow from.
 _OWN_ARGUMENTS = {
     "prompt": "prompts",
     "prompt_embeds": "prompts",
@@ -100,9 +100,11 @@ def check_call(pipe: Any, call: Iterable[str]) -> None:
     for name in call:
         if name in _OWN_ARGUMENTS:
             instead = _OWN_ARGUMENTS[name]
-            raise SettingsError(f"drift sets {name!r} itself: {f'give {instead}' if instead else 'leave it out'}")
+            raise SettingsError(
+                f"{name!r} is set by the job itself: {f'give {instead}' if instead else 'leave it out'}"
+            )
         if name not in known and not anything:
-            raise SettingsError(f"neither drift nor the call of {type(pipe).__name__} has an argument {name!r}")
+            raise SettingsError(f"neither this job nor the call of {type(pipe).__name__} has an argument {name!r}")
 
 
 def _several(name: str, given: Any, one: type | tuple[type, ...]) -> list[Any]:
@@ -118,7 +120,7 @@ def _several(name: str, given: Any, one: type | tuple[type, ...]) -> list[Any]:
 def _policies(given: Sequence[str | Path | Policy]) -> tuple[Policy, ...]:
     chosen = tuple(get_policy(policy) for policy in given)
     if not chosen:
-        raise SettingsError("drift needs at least one policy to compare with the pipeline's own attention")
+        raise SettingsError("at least one policy is needed, to compare with the pipeline's own attention")
     names = [policy.name for policy in chosen]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise SettingsError(f"policies are told apart by their names, and {', '.join(twice)} is given more than once")
@@ -131,7 +133,7 @@ def _prompts(given: Sequence[str], example: str | None) -> tuple[str, ...]:
     if not given and example is not None:
         return (example,)
     if not given:
-        raise SettingsError("drift needs at least one prompt")
+        raise SettingsError("at least one prompt is needed")
     for prompt in given:
         if not isinstance(prompt, str) or not prompt.strip():
             raise SettingsError(f"a prompt must be a text that is not empty, not {prompt!r}")
@@ -142,7 +144,7 @@ def _prompts(given: Sequence[str], example: str | None) -> tuple[str, ...]:
 
 def _seeds(given: Sequence[int]) -> tuple[int, ...]:
     if not given:
-        raise SettingsError("drift needs at least one seed")
+        raise SettingsError("at least one seed is needed")
     for seed in given:
         check_seed(seed)
     if twice := sorted({seed for seed in given if list(given).count(seed) > 1}):
