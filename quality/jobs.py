@@ -32,7 +32,7 @@ def attention_of(pipe: Any, info: ModelInfo) -> str:
             processor = getattr(module, "processor", None)
             if isinstance(processor, Wan4BitAttnProcessor):
                 raise ModelError(
-                    "the pipeline is patched, and policies are compared with its own attention: restore() the patch first"
+                    "the pipeline is patched, and its own attention is compared with: restore() the patch first"
                 )
             own = getattr(processor, "_attention_backend", None)
             names.add(PIPELINE if own is None else f"{PIPELINE}/{getattr(own, 'value', own)}")

@@ -100,11 +100,9 @@ def check_call(pipe: Any, call: Iterable[str]) -> None:
     for name in call:
         if name in _OWN_ARGUMENTS:
             instead = _OWN_ARGUMENTS[name]
-            raise SettingsError(
-                f"{name!r} is set by the job itself: {f'give {instead}' if instead else 'leave it out'}"
-            )
+            raise SettingsError(f"the job sets {name!r} itself: {f'give {instead}' if instead else 'leave it out'}")
         if name not in known and not anything:
-            raise SettingsError(f"neither this job nor the call of {type(pipe).__name__} has an argument {name!r}")
+            raise SettingsError(f"neither the job nor the call of {type(pipe).__name__} has an argument {name!r}")
 
 
 def _several(name: str, given: Any, one: type | tuple[type, ...]) -> list[Any]:

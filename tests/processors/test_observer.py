@@ -1,4 +1,4 @@
-"""Observers of a patch see every self-attention call as it ran, may put another result in its place, and leave no trace."""
+"""Observers of a patch see every self-attention call as it ran, and may put another result in its place."""
 
 import pytest
 import torch

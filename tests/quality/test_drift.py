@@ -336,13 +336,13 @@ def test_the_report_is_valid_after_every_policy(monkeypatch, tmp_path):
         ({"seeds": "01"}, SettingsError, "seed must be"),
         ({"prompts": 5}, SettingsError, "prompts must be one or a list of them, not 5"),
         ({"policies": 5}, SettingsError, "policies must be one or a list of them, not 5"),
-        ({"output_type": "np"}, SettingsError, "drift sets 'output_type' itself: leave it out$"),
-        ({"height": 80}, SettingsError, "drift sets 'height' itself: give settings.height$"),
-        ({"negative": "blur"}, SettingsError, "drift sets 'negative' itself: give settings.negative$"),
-        ({"guidance_scale_2": 3.0}, SettingsError, "drift sets 'guidance_scale_2' itself: give settings.guidance_2$"),
-        ({"latents": torch.zeros(1)}, SettingsError, "drift sets 'latents' itself: give seeds$"),
-        ({"seed": 3}, SettingsError, "drift sets 'seed' itself: give seeds$"),
-        ({"guidence": 3}, SettingsError, "neither drift nor the call of WanPipeline has an argument 'guidence'$"),
+        ({"output_type": "np"}, SettingsError, "the job sets 'output_type' itself: leave it out$"),
+        ({"height": 80}, SettingsError, "the job sets 'height' itself: give settings.height$"),
+        ({"negative": "blur"}, SettingsError, "the job sets 'negative' itself: give settings.negative$"),
+        ({"guidance_scale_2": 3.0}, SettingsError, "the job sets 'guidance_scale_2' itself: give settings.guidance_2$"),
+        ({"latents": torch.zeros(1)}, SettingsError, "the job sets 'latents' itself: give seeds$"),
+        ({"seed": 3}, SettingsError, "the job sets 'seed' itself: give seeds$"),
+        ({"guidence": 3}, SettingsError, "neither the job nor the call of WanPipeline has an argument 'guidence'$"),
         ({"settings": Settings(81, WIDTH, FRAMES)}, SettingsError, "height 81 is not a multiple of 16"),
         ({"steps": 0}, SettingsError, "steps must be"),
         ({"budget": {"speed": 1}}, SettingsError, "no budget metric 'speed'"),
@@ -369,7 +369,7 @@ def test_every_argument_that_generating_sets_is_refused(monkeypatch):
     module.generate_latents(pipe, PROMPT, dataclasses.replace(SETTINGS, steps=1), 0, max_sequence_length=32)
     monkeypatch.undo()
     for name in got.keys() - {"max_sequence_length"}:
-        with pytest.raises(SettingsError, match=f"drift sets '{name}' itself"):
+        with pytest.raises(SettingsError, match=f"the job sets '{name}' itself"):
             plan.check_call(pipe, [name])
     plan.check_call(pipe, ["max_sequence_length", "attention_kwargs"])
 
