@@ -64,6 +64,11 @@ def _distances(a: Tensor, b: Tensor, keep: tuple[int, ...]) -> tuple[Tensor, Ten
     a, b = a.double(), b.double()
     over = [d for d in range(a.ndim) if d not in keep]
     dot, aa, bb, error = ((x * y).sum(over) for x, y in ((a, b), (a, a), (b, b), (a - b, a - b)))
+    return from_sums(dot, aa, bb, error)
+
+
+def from_sums(dot: Tensor, aa: Tensor, bb: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and relative L2 from ⟨a, b⟩, ‖a‖², ‖b‖² and ‖a − b‖², float64 tensors of one shape; b is the reference."""
     both_zero, one_zero = (aa == 0) & (bb == 0), (aa == 0) ^ (bb == 0)
     cos = torch.where(both_zero, 1.0, torch.where(one_zero, 0.0, dot / (aa.sqrt() * bb.sqrt()))).clamp(-1, 1)
     # 0/0 must read 0, and x/0 infinity, which is what the division gives for x > 0.
