@@ -1,0 +1,160 @@
+"""Medians with bootstrap intervals over prompts and seeds, and when two medians differ.
+
+Percentile bootstrap (Efron), seeded: the same figures give the same interval. Runs of one prompt are alike, so prompts
+are drawn with replacement first, and then the runs of each drawn prompt; with a single prompt its runs are drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wanfp4.quality.aggregate import Json, number
+
+LEVEL = 0.95
+RESAMPLES = 2000
+
+Floats = npt.NDArray[np.float64]
+
+INSIDE_FLOOR = "inside the noise floor"
+NOT_TOLD_APART = "not told apart by these runs"
+LOWER, HIGHER = "lower", "higher"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The median of some runs' figures, and the interval in which `level` of its bootstrap medians lie.
+
+    low and high are NaN for a single run, which shows no spread, and everything is NaN when a figure is.
+    """
+
+    median: float
+    low: float
+    high: float
+    runs: int
+    level: float = LEVEL
+
+    @property
+    def known(self) -> bool:
+        """False for a single run: there is a median and nothing to say how far it may be off."""
+        return not (math.isnan(self.low) or math.isnan(self.high))
+
+    def to_dict(self) -> Json:
+        values = {"median": number(self.median), "low": number(self.low), "high": number(self.high)}
+        return {**values, "runs": self.runs, "level": self.level}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Whether figures `a` differ from paired figures `b`: of the same prompts, seeds and noise.
+
+    difference  of a − b.
+    verdict     `LOWER` or `HIGHER` (a than b), `INSIDE_FLOOR`, or `NOT_TOLD_APART` when the interval holds 0, and for a
+                single run.
+    floor       what a mere change of kernel makes of the figure; smaller differences mean nothing.
+    """
+
+    difference: Interval
+    verdict: str
+    floor: float
+
+    @property
+    def differs(self) -> bool:
+        return self.verdict in (LOWER, HIGHER)
+
+    def to_dict(self) -> Json:
+        return {"difference": self.difference.to_dict(), "verdict": self.verdict, "floor": number(self.floor)}
+
+
+def interval(
+    values: Sequence[float], prompts: Sequence[Hashable] | None = None, *, level: float = LEVEL, seed: int = 0
+) -> Interval:
+    """Median and bootstrap interval of one figure per run; `prompts` says which runs share a prompt.
+
+    Raises ValueError for no values, or as many prompts as there are not values.
+    """
+    [found] = intervals(np.asarray(values, dtype=np.float64)[:, None], prompts, level=level, seed=seed)
+    return found
+
+
+def intervals(
+    values: npt.ArrayLike, prompts: Sequence[Hashable] | None = None, *, level: float = LEVEL, seed: int = 0
+) -> list[Interval]:
+    """`interval` of every column of values [runs, figures]; all figures are resampled together."""
+    table = np.asarray(values, dtype=np.float64)
+    if table.ndim != 2 or not len(table):
+        raise ValueError(f"intervals need figures of one run or more; found an array of shape {list(table.shape)}")
+    if not 0 < level < 1:
+        raise ValueError(f"level must be between 0 and 1, not {level}")
+    runs = len(table)
+    median = _medians(table)
+    groups = _groups(prompts, runs)
+    if runs == 1:
+        return [Interval(float(m), math.nan, math.nan, 1, level) for m in median]
+    draws = _draws(groups, seed)
+    low, high = np.empty(table.shape[1]), np.empty(table.shape[1])
+    for i, column in enumerate(table.T):
+        # Not the interpolated quantile: between infinities it would be NaN.
+        low[i], high[i] = np.quantile(
+            _medians(column[draws].T), [(1 - level) / 2, (1 + level) / 2], method="inverted_cdf"
+        )
+    bad = np.isnan(median)
+    low[bad] = high[bad] = math.nan
+    return [Interval(float(m), float(a), float(b), runs, level) for m, a, b in zip(median, low, high, strict=True)]
+
+
+def compare(
+    a: Sequence[float],
+    b: Sequence[float],
+    prompts: Sequence[Hashable] | None = None,
+    *,
+    floor: float = 0.0,
+    level: float = LEVEL,
+    seed: int = 0,
+) -> Comparison:
+    """Judge the median of a − b, figures of the same runs in the same order. Raises ValueError when they are not."""
+    if len(a) != len(b):
+        raise ValueError(f"paired figures are needed; found {len(a)} and {len(b)}")
+    difference = interval([x - y for x, y in zip(a, b, strict=True)], prompts, level=level, seed=seed)
+    if abs(difference.median) <= floor:
+        verdict = INSIDE_FLOOR
+    elif difference.low > 0:
+        verdict = HIGHER
+    elif difference.high < 0:
+        verdict = LOWER
+    else:
+        verdict = NOT_TOLD_APART
+    return Comparison(difference, verdict, floor)
+
+
+def _medians(columns: Floats) -> Floats:
+    """Median over the first axis; the mean of the middle two, but without a warning for two infinities."""
+    ordered = np.sort(columns, axis=0)
+    below, above = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
+    middle = np.where(below == above, below, below / 2 + above / 2)
+    return np.where(np.isnan(ordered[-1]), math.nan, middle)  # NaN sorts last
+
+
+def _groups(prompts: Sequence[Hashable] | None, runs: int) -> list[Any]:
+    """Indices of the runs of each prompt."""
+    if prompts is None:
+        return [np.arange(runs)]
+    if len(prompts) != runs:
+        raise ValueError(f"{runs} runs need as many prompts; found {len(prompts)}")
+    return [np.array([i for i, p in enumerate(prompts) if p == one]) for one in dict.fromkeys(prompts)]
+
+
+def _draws(groups: Sequence[Any], seed: int) -> npt.NDArray[np.int64]:
+    """[RESAMPLES, draws] indices of drawn runs. Every drawn prompt gives as many as the one with the most runs has."""
+    generator = np.random.default_rng(seed)
+    most = max(len(group) for group in groups)
+    rows = []
+    for _ in range(RESAMPLES):
+        chosen = generator.integers(len(groups), size=len(groups)) if len(groups) > 1 else [0]
+        rows.append(np.concatenate([generator.choice(groups[g], size=most) for g in chosen]))
+    return np.array(rows)
