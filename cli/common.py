@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shlex
 import sys
@@ -65,6 +66,10 @@ OffloadOption = Annotated[
 PromptsOption = Annotated[
     Path | None,
     typer.Option("--prompts", metavar="FILE", help="Prompts from a file, one a line; # starts a comment."),
+]
+PromptOption = Annotated[
+    list[str] | None,
+    typer.Option("--prompt", metavar="TEXT", help="What to show; repeat it for several. Default: the model's example."),
 ]
 StrictOption = Annotated[bool, typer.Option("--strict", help="Fail where anything would fall back to BF16 attention.")]
 
@@ -172,6 +177,39 @@ def collect_prompts(prompt: str | None, prompts: Path | None, example: str | Non
     if not found:
         raise SettingsError(f"{str(prompts)!r} holds no prompt: one a line, lines that start with # are comments")
     return found
+
+
+def several_prompts(prompt: list[str] | None, prompts: Path | None) -> list[str]:
+    """The prompts given, or those of a file; none when neither is there. Raises SettingsError for both at once."""
+    if prompt and prompts is not None:
+        raise SettingsError("give --prompt or --prompts FILE, not both")
+    if prompts is not None:
+        return collect_prompts(None, prompts, None)
+    return [text.strip() for text in prompt or []]
+
+
+def several_seeds(text: str | None) -> list[int]:
+    """Seeds as 0,1,2; the default ones for None. Raises SettingsError."""
+    from wanfp4.quality.plan import DEFAULT_SEEDS
+
+    if text is None:
+        return list(DEFAULT_SEEDS)
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise SettingsError(f"--seeds must be whole numbers separated by commas, as 0,1,2; not {text!r}") from None
+
+
+def refuse_finished(listing: Path, what: str, force: bool) -> None:
+    """Raise OutputError when the JSON file `listing` is of a finished `what`, which would be lost."""
+    if not force and listing.is_file():
+        try:
+            finished = json.loads(listing.read_text(encoding="utf-8")).get("complete", True)
+        except (OSError, ValueError, AttributeError):
+            finished = True
+        if finished:
+            folder = str(listing.parent)
+            raise OutputError(f"{folder!r} holds a finished {what}; choose another folder, or add --force")
 
 
 def warn_of_unknown_words(pipe: Any, prompts: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ import typer
 from wanfp4.cli import common
 from wanfp4.cli.latents import refuse_inputs
 from wanfp4.cli.task import CLIPS, refuse_others, task_table
-from wanfp4.errors import OutputError, SettingsError
+from wanfp4.errors import SettingsError
 from wanfp4.processors.model_info import inspect_model
 
 if TYPE_CHECKING:
@@ -28,12 +28,7 @@ def drift(
             help="Presets or policy .json files, separated by commas. Default: wan-fast; every preset with --task.",
         ),
     ] = None,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--prompt", metavar="TEXT", help="What to show; repeat it for several. Default: the model's example."
-        ),
-    ] = None,
+    prompt: common.PromptOption = None,
     prompts: common.PromptsOption = None,
     seeds: Annotated[
         str | None,
@@ -151,8 +146,8 @@ def drift(
     plan = make_plan(
         info,
         names,
-        _prompts(prompt, prompts),
-        _seeds(seeds),
+        common.several_prompts(prompt, prompts),
+        common.several_seeds(seeds),
         settings=settings,
         budget=parse_budget(budget or []),
     )
@@ -160,7 +155,7 @@ def drift(
     inputs = [*map(Path, names), *([prompts] if prompts is not None else [])]
     for page in PAGES:
         refuse_inputs(output / page, inputs)
-    _check_output(output, force)
+    common.refuse_finished(output / "report.json", "report", force)
 
     from wanfp4.quality.drift import drift as measure
     from wanfp4.quality.files import output_folder
@@ -196,44 +191,11 @@ def _names(policies: str) -> list[str]:
     return [name.strip() for name in policies.split(",") if name.strip()]
 
 
-def _prompts(prompt: list[str] | None, prompts: Path | None) -> list[str]:
-    if prompt and prompts is not None:
-        raise SettingsError("give --prompt or --prompts FILE, not both")
-    if prompts is not None:
-        return common.collect_prompts(None, prompts, None)
-    return [text.strip() for text in prompt or []]
-
-
-def _seeds(text: str | None) -> list[int]:
-    from wanfp4.quality.plan import DEFAULT_SEEDS
-
-    if text is None:
-        return list(DEFAULT_SEEDS)
-    try:
-        return [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise SettingsError(f"--seeds must be whole numbers separated by commas, as 0,1,2; not {text!r}") from None
-
-
 def _one_seed(text: str | None) -> int:
-    seeds = [0] if text is None else _seeds(text)
+    seeds = [0] if text is None else common.several_seeds(text)
     if len(seeds) != 1:
         raise SettingsError(f"--task takes one seed, which all its prompts and noise follow from; not {text!r}")
     return seeds[0]
-
-
-def _check_output(folder: Path, force: bool) -> None:
-    """Raise OutputError when a finished report would be lost."""
-    import json
-
-    earlier = folder / "report.json"
-    if not force and earlier.is_file():
-        try:
-            finished = json.loads(earlier.read_text(encoding="utf-8")).get("complete", True)
-        except (OSError, ValueError, AttributeError):
-            finished = True
-        if finished:
-            raise OutputError(f"{str(folder)!r} holds a finished report; choose another folder, or add --force")
 
 
 def _table(report: DriftReport) -> list[str]:

@@ -253,10 +253,10 @@ class Session:
         if self.observer is None:
             return out
 
-        def own() -> Tensor:
+        def pipelines_own() -> Tensor:
             return out if ran.backend.split("/")[0] == PIPELINE else _pipeline_attention(q, k, v, processor)
 
-        seen = Call(self.experts[expert], place, step, sigma, branch, q, k, v, out, computed, ran, own)
+        seen = Call(self.experts[expert], place, step, sigma, branch, q, k, v, out, computed, ran, pipelines_own)
         instead = self.observer(seen)
         return out if instead is None else instead
 

@@ -92,10 +92,7 @@ class DriftReport:
         return name
 
     def set_steps(self, steps: Sequence[Step]) -> None:
-        self.data["steps"] = [
-            {"step": s.index + 1, "sigma": number(s.sigma), "timestep": number(s.timestep), "expert": s.expert}
-            for s in steps
-        ]
+        self.data["steps"] = steps_of(steps)
 
     def finish(self) -> None:
         self.data["complete"] = True
@@ -168,6 +165,14 @@ class DriftReport:
 
     def _named_files(self) -> list[str]:
         return _named_files(self.data)
+
+
+def steps_of(steps: Sequence[Step]) -> list[Json]:
+    """The steps of a run as reports list them."""
+    return [
+        {"step": s.index + 1, "sigma": number(s.sigma), "timestep": number(s.timestep), "expert": s.expert}
+        for s in steps
+    ]
 
 
 def json_text(data: Json) -> str:

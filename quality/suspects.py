@@ -1,0 +1,209 @@
+"""Where an attention map stands out: cells, layers, heads and steps ranked by how far they are from what is usual.
+
+The error of a cell is taken as a product, (usual) × (layer) × (step): log e = μ + r + c + residual, fitted by Tukey's
+median polish, which a few damaged rows or columns do not pull. Three kinds of culprit then show in three places: a
+layer or head that is wrong at every step in r, a step that is wrong in every layer in c, one cell in the residual.
+Steps are held against their neighbours, because errors drift along the noise schedule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from wanfp4.quality.aggregate import Json, number
+from wanfp4.quality.shadow import Place
+
+# Errors outside are as bad, or as good, as these: 0 of a call that nothing was rounded in, NaN of a broken one.
+SMALLEST, LARGEST = 1e-8, 1e3
+# A deviation counts in units of what is usual among its like, but of no less than 5 %.
+LEAST_SPREAD = math.log(1.05)
+# What stands out: so many of those units, and at least half as large again as usual.
+SCORE, FACTOR = 5.0, 1.5
+
+Floats = npt.NDArray[np.float64]
+_T = TypeVar("_T")
+Cells = Mapping[Place, _T]
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A place whose error is larger than usual.
+
+    kind   "layer" (all its steps), "step" (all its layers) or "cell" (one layer and step); with `head` that head alone.
+    error  the median relative L2 there, and `usual` what the rest of the map lets expect.
+    score  the deviation in units of the usual spread; larger is more suspicious.
+    branches  in which it stands out.
+    """
+
+    kind: str
+    expert: str
+    blocks: str | None
+    layer: int | None
+    head: int | None
+    step: int | None
+    branches: tuple[str, ...]
+    error: float
+    usual: float
+    score: float
+
+    @property
+    def factor(self) -> float:
+        return self.error / self.usual
+
+    @property
+    def stands_out(self) -> bool:
+        return self.score >= SCORE and self.factor >= FACTOR
+
+    def to_dict(self) -> Json:
+        figures = {"error": number(self.error), "usual": number(self.usual), "score": number(self.score)}
+        return {**vars(self), "branches": list(self.branches), **figures, "stands_out": self.stands_out}
+
+    def __str__(self) -> str:
+        parts = []
+        if self.layer is not None:
+            parts.append(f"layer {self.layer}" + ("" if self.blocks in (None, "blocks") else f" of {self.blocks}"))
+        if self.head is not None:
+            parts.append(f"head {self.head}")
+        parts.append("all steps" if self.step is None else f"step {self.step + 1}")
+        if self.kind == "step":
+            parts.append("all layers")
+        if len(self.branches) == 1 and self.branches[0]:
+            parts.append(f"{self.branches[0]} only")
+        times = "" if self.factor > 1e4 else f", {self.factor:.3g} times the usual {self.usual:.3g}"
+        return f"{self.expert}, {', '.join(parts)}: relative L2 {self.error:.3g}{times}"
+
+
+def suspects(
+    cells: Cells[float],
+    heads: Cells[Sequence[float]] | None = None,
+    *,
+    keep: int = 10,
+) -> list[Suspect]:
+    """The most suspicious places of a map, most suspicious first.
+
+    cells  relative L2 by (expert, blocks, layer, step, branch).
+    heads  the same for each head; then layers and cells are named with the head that is to blame.
+
+    Needs three layers (or heads) and three steps of an expert to tell a cell from its row or column.
+    """
+    found: dict[tuple[Any, ...], list[Suspect]] = {}
+    for expert, branch in dict.fromkeys((place[0], place[4]) for place in cells):
+        here = {place: value for place, value in cells.items() if (place[0], place[4]) == (expert, branch)}
+        for one in _of_branch(expert, branch, here, heads):
+            found.setdefault((one.kind, one.expert, one.blocks, one.layer, one.head, one.step), []).append(one)
+    merged = []
+    for group in found.values():
+        worst = max(group, key=lambda s: s.score)
+        loud = [s.branches[0] for s in group if s.stands_out] or [worst.branches[0]]
+        every = len({place[4] for place in cells if place[0] == worst.expert})
+        named = tuple(loud) if len(loud) < every or every == 1 else ()
+        merged.append(dataclasses.replace(worst, branches=named))
+    merged = _whole_layers(merged)
+    # A cell explains less than a layer or step that stands out as much: those first.
+    order = {"step": 0, "layer": 1, "cell": 2}
+    merged.sort(key=lambda s: (-round(s.score, 6), order[s.kind], s.head is None))
+    return merged[:keep]
+
+
+def _whole_layers(found: Sequence[Suspect]) -> list[Suspect]:
+    """Where every head stands out, it is not a head that is to blame: one suspect without a head, the worst one's."""
+    groups: dict[tuple[Any, ...], list[Suspect]] = {}
+    for one in found:
+        groups.setdefault((one.kind, one.expert, one.blocks, one.layer, one.step), []).append(one)
+    out: list[Suspect] = []
+    for group in groups.values():
+        if group[0].head is not None and all(one.stands_out for one in group):
+            out.append(dataclasses.replace(max(group, key=lambda s: s.score), head=None))
+        else:
+            out += group
+    return out
+
+
+def _of_branch(expert: str, branch: str, cells: Cells[float], heads: Cells[Sequence[float]] | None) -> list[Suspect]:
+    layers = list(dict.fromkeys((place[1], place[2]) for place in cells))
+    steps = sorted({place[3] for place in cells})
+
+    def table(value: Callable[[Place], float]) -> Floats:
+        """[layers, steps] of log errors; NaN where the map has no cell."""
+        places = [[Place(expert, *layer, step, branch) for step in steps] for layer in layers]
+        return np.array([[_log(value(p)) if p in cells else math.nan for p in row] for row in places])
+
+    logs = table(lambda place: cells[place])
+    _, by_layer, by_step, rest = polish(logs)
+    sudden = _against_neighbours(by_step)
+    found = [
+        _suspect("step", expert, None, None, steps[i], branch, logs[:, i], sudden[i], score)
+        for i, score in enumerate(_scores(sudden))
+    ]
+    rows: list[tuple[str, int, int | None]] = [(*layer, None) for layer in layers]
+    if heads is not None:
+        count = len(next(iter(heads.values())))
+        of_heads = [table(lambda place, h=h: heads[place][h]) for h in range(count)]  # type: ignore[misc]
+        logs = np.stack(of_heads, axis=1).reshape(-1, len(steps))
+        rows = [(*layer, h) for layer in layers for h in range(count)]
+        _, by_layer, _, rest = polish(logs)
+    for i, score in enumerate(_scores(by_layer)):
+        found.append(_suspect("layer", expert, rows[i], rows[i][2], None, branch, logs[i], by_layer[i], score))
+    for (i, j), score in np.ndenumerate(_scores(rest)):
+        if not math.isnan(score):
+            there, excess = logs[i, j : j + 1], float(rest[i, j])
+            found.append(_suspect("cell", expert, rows[i], rows[i][2], steps[j], branch, there, excess, score))
+    return found
+
+
+def _suspect(
+    kind: str,
+    expert: str,
+    row: tuple[str, int, int | None] | None,
+    head: int | None,
+    step: int | None,
+    branch: str,
+    logs: Floats,
+    excess: float,
+    score: float,
+) -> Suspect:
+    error = math.exp(float(np.nanmedian(logs)))
+    blocks, layer = (None, None) if row is None else row[:2]
+    return Suspect(kind, expert, blocks, layer, head, step, (branch,), error, error / math.exp(excess), float(score))
+
+
+def _log(error: float) -> float:
+    return math.log(LARGEST if math.isnan(error) else min(max(error, SMALLEST), LARGEST))
+
+
+def polish(table: Floats, rounds: int = 10) -> tuple[float, Floats, Floats, Floats]:
+    """Tukey's median polish of [rows, columns]: overall, row effects, column effects and residuals; they add up.
+
+    NaN is a missing entry; no row and no column may be missing as a whole.
+    """
+    rest = table.copy()
+    rows, columns = np.zeros(len(rest)), np.zeros(rest.shape[1])
+    for _ in range(rounds):
+        shift = np.nanmedian(rest, axis=1)
+        rest, rows = rest - shift[:, None], rows + shift
+        shift = np.nanmedian(rest, axis=0)
+        rest, columns = rest - shift, columns + shift
+    overall = float(np.median(rows) + np.median(columns))
+    return overall, rows - np.median(rows), columns - np.median(columns), rest
+
+
+def _against_neighbours(effects: Floats, reach: int = 2) -> Floats:
+    """Each effect less the median of up to `reach` neighbours on either side."""
+    out = np.zeros_like(effects)
+    for i, effect in enumerate(effects):
+        around = [effects[j] for j in range(max(0, i - reach), min(len(effects), i + reach + 1)) if j != i]
+        out[i] = effect - np.median(around) if around else 0.0
+    return out
+
+
+def _scores(deviations: Floats) -> Floats:
+    """Deviations from their median in robust standard deviations (1.4826 · MAD), of no less than `LEAST_SPREAD`."""
+    centred = deviations - np.nanmedian(deviations)
+    return centred / max(1.4826 * float(np.nanmedian(np.abs(centred))), LEAST_SPREAD)
