@@ -52,6 +52,11 @@ _P = {
     ),
     "nvfp4": ("Probabilities as E2M1 codes with one E4M3 scale per 16 keys.", f"NVFP4; {HAO}, {SAGE3}"),
     "fp8": ("Probabilities as 8-bit E4M3 without block scales.", HAO),
+    "fp8-direct": (
+        "Probabilities as E4M3 bytes straight from the scores: eight bytes are an octave, so a byte is a multiply-add "
+        "and a rounding, no exponential.",
+        f"{OURS}, after the principle of Direct-P: {PAPER}",
+    ),
     "mxfp8": ("Probabilities as E4M3 with one power-of-two exponent per 32 keys.", FLAMIA),
 }
 _V = {

@@ -103,7 +103,9 @@ class Plan:
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="What to show.", show_default=False)] = None,
     model: common.ModelOption = None,
-    policy: Annotated[str, typer.Option(metavar="NAME|FILE", help="A preset, or a policy's .json file.")] = "wan-fast",
+    policy: Annotated[
+        str, typer.Option(metavar="NAME|FILE|auto", help="A preset, or a policy's .json file; auto: the fastest here.")
+    ] = "wan-fast",
     backend: common.BackendOption = None,
     height: common.HeightOption = None,
     width: common.WidthOption = None,
@@ -135,7 +137,7 @@ def generate(
     Writes an mp4 and, beside it, a JSON receipt with everything needed to make it again. Sizes, steps and the like
     default to what the model was published with. The path of the mp4 goes to stdout, all else to stderr.
     """
-    chosen = get_policy(policy)
+    chosen = _policy(policy, device)
     named, source = common.named_model(model)
     info = inspect_model(source)
     info.check_attention()
@@ -176,6 +178,18 @@ def generate(
         return
     with output_folder(videos[0].parent):  # all of them have it
         _run(plan, keep_latents)
+
+
+def _policy(name: str, device: str) -> Policy:
+    """A policy, or what "auto" stands for on the device, which is said."""
+    if name != "auto":
+        return get_policy(name)
+    from wanfp4.kernels.automatic import automatic
+    from wanfp4.processors.pipelines import pick_device
+
+    chosen, why = automatic(pick_device(device))
+    common.note(why)
+    return chosen
 
 
 def _outputs(texts: list[str], output: Path | None, policy: str, seed: int) -> list[Path]:

@@ -19,6 +19,7 @@ from torch import nn
 
 from wanfp4.errors import BackendError, FallbackError, ModelError, UnsupportedInputError
 from wanfp4.kernels import dispatch, ops
+from wanfp4.kernels.automatic import AUTO, automatic
 from wanfp4.policy import EXACT, Policy, get_policy
 from wanfp4.processors.session import Clock, Observer, Session, Site, log
 from wanfp4.processors.wan import PARALLEL, Wan4BitAttnProcessor
@@ -38,7 +39,8 @@ def patch(
     pipe     a diffusers pipeline that holds Wan transformers (WanPipeline, its relatives for image, video, VACE,
              Animate, Lucy Edit, ChronoEdit, modular ones), compiled or not, or one such transformer. Both experts of
              Wan2.2 are patched. Cross-attention never is.
-    policy   a preset's name, a `Policy`, or the path of a policy's JSON file.
+    policy   a preset's name, a `Policy`, the path of a policy's JSON file, or "auto": FP4 on Blackwell, FP8 on Hopper,
+             the pipeline's own attention elsewhere. The handle's `policy` is what that was, its `why` says why.
     backend  name of the backend to use; None takes the fastest that can run each call.
     strict   make everything an error that would leave attention to the pipeline although the policy asks for 4 bits.
 
@@ -49,9 +51,14 @@ def patch(
     here, or context parallelism), FallbackError (strict, and a self-attention has to be left alone) and
     UnsupportedInputError (head_dim other than 128). After an error the pipeline is as it was.
     """
-    chosen = get_policy(policy)
     experts = [_inspect(name, component) for name, component in _wan_components(pipe).items()]
-    _check_backend(chosen, backend, strict, pipe, experts)
+    why = None
+    if policy == AUTO:
+        chosen, why = automatic(_devices(experts)[0])
+        log.info("%s", why)
+    else:
+        chosen = get_policy(policy)
+    _check_backend(chosen, backend, strict, experts)
     left_alone = [module for expert in experts for module in expert.unpatched]
     if strict and left_alone:
         first = left_alone[0]
@@ -70,13 +77,14 @@ def patch(
             log.warning("rules[%d] of policy %r names no layer of this pipeline, so it never applies", i, chosen.name)
     for earlier in {id(s): s for expert in experts for s in _sessions_in(expert.transformer)}.values():
         earlier.handle.restore()
-    return Patch(pipe, chosen, backend, strict, experts, left_alone)
+    return Patch(pipe, chosen, backend, strict, experts, left_alone, why)
 
 
 class Patch:
     """A patch that is in force until `restore` (or until the pipeline is patched again).
 
     policy, backend, strict  as given to `patch`.
+    why  for the policy "auto", why it is what it is; else None.
     """
 
     def __init__(
@@ -87,8 +95,10 @@ class Patch:
         strict: bool,
         experts: list[_Expert],
         unpatched: list[Unpatched],
+        why: str | None = None,
     ) -> None:
         self.policy = policy
+        self.why = why
         self.backend = backend
         self.strict = strict
         self._pipeline = type(pipe).__name__
@@ -288,20 +298,25 @@ def _sessions_in(transformer: nn.Module) -> Iterator[_PatchSession]:
             yield processor.session
 
 
-def _check_backend(policy: Policy, backend: str | None, strict: bool, pipe: Any, experts: list[_Expert]) -> None:
-    """Raise what is already certain: the backend does not exist, or can run the policy on no device it may meet.
-
-    A pipeline may be moved to the GPU after it was patched, so a refusal on the CPU alone is not certain.
-    """
+def _devices(experts: list[_Expert]) -> list[torch.device]:
+    """Where the experts may run: the GPU, if there is one, and where their weights are."""
     devices = [torch.device("cuda")] if torch.cuda.is_available() else []
     for parameter in (next(expert.transformer.parameters(), None) for expert in experts):
         if parameter is not None and parameter.device.type != "meta":  # weights that offloading keeps elsewhere
             devices.append(parameter.device)
+    return devices or [torch.device("cpu")]
+
+
+def _check_backend(policy: Policy, backend: str | None, strict: bool, experts: list[_Expert]) -> None:
+    """Raise what is already certain: the backend does not exist, or can run the policy on no device it may meet.
+
+    A pipeline may be moved to the GPU after it was patched, so a refusal on the CPU alone is not certain.
+    """
     if backend is None and not strict:
         return
     for wanted in policy.rounding or (EXACT,):
         errors = []
-        for device in devices or [torch.device("cpu")]:
+        for device in _devices(experts):
             try:
                 dispatch.select(wanted, device, backend)
             except BackendError as error:

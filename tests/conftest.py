@@ -20,6 +20,7 @@ _HELPERS = (
     "kernels/naive.py",
     "kernels/interpreter.py",
     "kernels/emulated_cases.py",
+    "kernels/hopper_images.py",
     "simulator/programs.py",
     "simulator/cases.py",
     "simulator/lanes.py",

@@ -91,7 +91,7 @@ FORMATS = {
     "MXFP4-direct": {"mxfp4-direct"},
     "FP8": {"fp8"},
     "BF16": {"bf16"},
-    "E4M3": {"mxfp8", "mxfp8-token-block"},
+    "E4M3": {"mxfp8", "fp8-direct", "mxfp8-token-block"},
 }
 
 
@@ -113,6 +113,8 @@ def test_the_readme_gives_each_policy_its_formats(name):
     classifier = numerics.classifier
     if numerics.is_exact:
         assert code == "–"
+    elif numerics.p == "fp8-direct":
+        assert code == "affine, 8 bytes an octave"
     elif classifier.kind == "two-piece":
         assert code == "two-piece"
     elif classifier.kind == "mix":

@@ -23,7 +23,7 @@ from wanfp4.errors import PolicyError
 SCHEMA_VERSION = 1
 
 QK_FORMATS = ("exact", "nvfp4", "nvfp4-folded", "mxfp8-token-block")
-P_FORMATS = ("exact", "bf16", "mxfp4-direct", "nvfp4", "fp8", "mxfp8")
+P_FORMATS = ("exact", "bf16", "mxfp4-direct", "nvfp4", "fp8", "fp8-direct", "mxfp8")
 V_FORMATS = ("exact", "bf16", "mxfp4-direct", "nvfp4", "fp8", "mxfp8-token-block")
 CLASSIFIERS = ("exp2", "affine", "mix", "two-piece")
 ROW_REFERENCES = ("shiftless", "anchor32", "anchor128", "rowmax")
@@ -89,8 +89,8 @@ class Numerics:
     """How one attention is computed. docs/numerics.md defines every field; the torch reference implements them.
 
     qk             operands of Q·Kᵀ: `exact` (as given), `nvfp4`, `nvfp4-folded` (K64), `mxfp8-token-block`.
-    p, v           probabilities and values: `exact`, `bf16`, `mxfp4-direct`, `nvfp4`, `fp8`, `mxfp8` (P) and
-                   `mxfp8-token-block` (V).
+    p, v           probabilities and values: `exact`, `bf16`, `mxfp4-direct`, `nvfp4`, `fp8`, `fp8-direct` and `mxfp8`
+                   (P), `mxfp8-token-block` (V).
     classifier     score to code, for `mxfp4-direct` and `nvfp4` P.
     row_reference  what is subtracted from a row's scores: 0, the maximum over an anchor of sampled keys, or the running
                    row maximum; `margin` is added to it, in raw accumulator units (M·ln 2/√D) or in octaves (`log2`).

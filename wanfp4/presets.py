@@ -36,6 +36,9 @@ def presets() -> tuple[Policy, ...]:
         denominator="codes",
     )
     nvfp4 = Numerics(qk="nvfp4", p="nvfp4", v="nvfp4")
+    mxfp8 = Numerics(
+        qk="mxfp8-token-block", p="mxfp8", v="mxfp8-token-block", row_reference="anchor128", denominator="codes"
+    )
     return (
         Policy("bf16", EXACT, description="The pipeline's own attention: the reference everything is compared with."),
         Policy(
@@ -100,7 +103,12 @@ def presets() -> tuple[Policy, ...]:
         ),
         Policy(
             "mxfp8-token-block",
-            Numerics(qk="mxfp8-token-block", p="mxfp8", v="mxfp8-token-block", denominator="codes"),
+            mxfp8,
             description="E4M3 everywhere, one exponent per 32 tokens (after FLAMIA): the most accurate 8-bit policy.",
+        ),
+        Policy(
+            "fp8-direct",
+            dataclasses.replace(mxfp8, p="fp8-direct", p_peak=32.0),
+            description="mxfp8-token-block with the bytes of P straight from scores, as Direct-P: no exponential.",
         ),
     )

@@ -16,6 +16,7 @@ from torch import Tensor
 from wanfp4.errors import BackendError, UnsupportedInputError
 from wanfp4.kernels import emulated, reference
 from wanfp4.kernels.blackwell import backend as sm100
+from wanfp4.kernels.hopper import backend as sm90
 from wanfp4.policy import Guard, Numerics, Policy, get_policy
 
 HEAD_DIM = 128
@@ -53,7 +54,7 @@ class Backend:
     missing   None when this machine can run it, else a sentence: what was found and what is needed.
     refuses   None when it takes these numerics on this device, else a sentence.
     declines  None when it takes these tensors with this guard and scale, too, else a sentence.
-    native    True when it runs 4-bit numerics on hardware made for them; emulation brings no speed.
+    native    True when it runs numerics on hardware made for their formats; emulation brings no speed.
     by_name   True when it runs only if named: nobody has seen it on hardware yet.
     """
 
@@ -76,6 +77,12 @@ def _sm100(
     done = sm100.run(q, k, v, numerics, guard, scale, return_lse)
     notes = {} if done.flag is None else {"guard_decisions_on_device": 1}
     return Outcome(done.out, done.lse, "sm100", notes, done.flag)
+
+
+def _sm90(
+    q: Tensor, k: Tensor, v: Tensor, numerics: Numerics, guard: Guard | None, scale: float, return_lse: bool
+) -> Outcome:
+    return Outcome(*sm90.run(q, k, v, numerics, scale, return_lse), "sm90")
 
 
 def _triton(
@@ -118,6 +125,15 @@ _BACKENDS = (
         sm100.refuses,
         _sm100,
         sm100.declines,
+    ),
+    Backend(
+        "sm90",
+        "CUDA C++ kernels for Hopper GPUs (H100, H200): Q, K, P and V in FP8, faster than BF16 attention",
+        True,
+        sm90.missing,
+        sm90.refuses,
+        _sm90,
+        sm90.declines,
     ),
     Backend(
         "sdpa",

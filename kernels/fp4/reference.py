@@ -38,7 +38,7 @@ STORED_TOP = 208
 STORED_BOTTOM = 32
 
 # The largest scaled probability that each of the other formats can hold.
-_LARGEST = {"nvfp4": formats.E2M1_MAX * formats.E4M3_MAX, "fp8": formats.E4M3_MAX, "mxfp8": 2.0**60, "bf16": 2.0**60}
+_LARGEST = {"nvfp4": formats.E2M1_MAX * formats.E4M3_MAX, "fp8": formats.E4M3_MAX, "fp8-direct": formats.E4M3_MAX}
 
 _TILE_ELEMENTS = 2**22  # logits held at once: 16 MiB for each float32 temporary
 
@@ -314,6 +314,8 @@ def _scaled(t: Tensor, numerics: Numerics, rescale: Tensor | None = None) -> Wei
     elif numerics.p == "mxfp8":
         rounded = _mxfp8(pad(torch.exp2(s), (0, -keys % 32)).unflatten(-1, (-1, 32)))
         codes, scales, weight = rounded[0], rounded[1], rounded[2].flatten(-2)[..., :keys]
+    elif numerics.p == "fp8-direct":
+        weight = formats.decode_e4m3(_direct_e4m3(s))
     else:
         weight = torch.exp2(s)
         if numerics.p == "fp8":
@@ -322,6 +324,14 @@ def _scaled(t: Tensor, numerics: Numerics, rescale: Tensor | None = None) -> Wei
             weight = weight.bfloat16().float()
     weight, total = _total(weight, s, numerics, rescale)
     return Weights(weight, total, codes, scales, log2_unit, shift != 0)
+
+
+def _direct_e4m3(s: Tensor) -> Tensor:
+    """E4M3 bytes for 2^s: eight an octave, 56 at 2^0, so that no exponential is needed. Octaves are exact, and between
+    them 2^f is taken for 1 + f. Below 2^-6, where E4M3 is linear, the bytes go on falling to 0 at 2^-7 as they do
+    above. NaN becomes 0x7F."""
+    bytes_ = (8 * s + 56).round().clamp(0, 126)
+    return torch.where(s.isnan(), 127, bytes_).to(torch.uint8)
 
 
 def _mxfp8(p: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -131,7 +131,7 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, numerics: Numerics, s
 
 def _octaves_out_of_range(z: np.ndarray, numerics: Numerics, scale: float) -> int:
     """How far an anchored row must move so that its largest probability fits NVFP4 or E4M3, but is not lost in it."""
-    if numerics.p not in ("nvfp4", "fp8") or not numerics.row_reference.startswith("anchor"):
+    if numerics.p not in ("nvfp4", "fp8", "fp8-direct") or not numerics.row_reference.startswith("anchor"):
         return 0
     anchor = z[: int(numerics.row_reference[6:])].max() + numerics.margin * math.log(2) * scale
     top = (z.max() - anchor) / math.log(2)
@@ -172,6 +172,10 @@ def _row(z: np.ndarray, v: np.ndarray, numerics: Numerics, scale: float) -> np.n
                         weight[b : b + 16] = s * e2m1(np.maximum(classify(x, numerics, 0), 0))
             elif numerics.p == "fp8":
                 weight = e4m3(p).astype(np.float64)
+            elif numerics.p == "fp8-direct":
+                octaves = (t + F32(math.log2(peak))).astype(F32)
+                codes = np.clip(np.rint(8 * octaves + 56), 0, 126).astype(np.uint8)
+                weight = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
             elif numerics.p == "mxfp8":
                 for b in range(0, len(t), 32):
                     s = mx8_exponent(float(p[b : b + 32].max()))
