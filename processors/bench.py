@@ -172,7 +172,7 @@ def step(
     return {**about, "tokens": tokens, "rounds": rounds, "gpu": verify.smi(device), "times": times}
 
 
-def build(shape: Shape, layers: int | None, device: torch.device) -> Any:
+def build(shape: Shape, layers: int | None, device: torch.device, text_dim: int = TEXT_DIM) -> Any:
     """A WanTransformer3DModel of this shape with random weights in BF16 on `device`."""
     from diffusers import WanTransformer3DModel
 
@@ -182,7 +182,7 @@ def build(shape: Shape, layers: int | None, device: torch.device) -> Any:
             attention_head_dim=verify.HEAD_DIM,
             num_layers=layers or shape.layers,
             ffn_dim=shape.ffn,
-            text_dim=TEXT_DIM,
+            text_dim=text_dim,
         )
     return model.to(torch.bfloat16).eval()
 
