@@ -81,6 +81,8 @@ def value(name: str, x: float | str | None, digits: int = 3) -> str:
     """A figure of `SHOWN` as pages write it; shares as per cent without the sign, "–" for what was not measured."""
     if x is None:
         return "–"
+    if not math.isfinite(float(x)):
+        return "NaN" if math.isnan(float(x)) else "infinite"
     if name in ("zero_codes", "clipped"):
         return figure(100 * float(x), digits)
     return cosine(x) if name == "cosine" else figure(x, digits)
@@ -105,9 +107,11 @@ def readings(data: Json) -> list[str]:
     floor = "" if over is None else f", {ratio(figure(over, 2))} times what the pipeline's own rounding makes"
     if over is not None and float(over) <= 1:
         floor = ": inside the noise floor, what the pipeline's own rounding makes"
-    said = [
-        f"The median call is off by {percent(error['median'])}{f' ({between})' if between else ''}{floor}.",
-    ]
+    said = [f"The median call is off by {percent(error['median'])}{f' ({between})' if between else ''}{floor}."]
+    broken = sum(any(run["figures"]["rel_l2"][i] == "NaN" for run in data["runs"]) for i in range(len(data["cells"])))
+    if broken:
+        some = f"In {broken} of {len(data['cells'])} cells the policy gave NaN or infinity in a run."
+        said = [some] if error["median"] == "NaN" else [some, *said]
     layers = [one for one in s["layers"] if "rel_l2" in one]
     if len(layers) > 1:
         ordered = sorted(layers, key=lambda one: _worse(one["rel_l2"]["median"]))

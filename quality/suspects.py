@@ -195,11 +195,17 @@ def polish(table: Floats, rounds: int = 10) -> tuple[float, Floats, Floats, Floa
 
 
 def _against_neighbours(effects: Floats, reach: int = 2) -> Floats:
-    """Each effect less the median of up to `reach` neighbours on either side."""
+    """How far each effect is from the middle of up to `reach` neighbours on either side.
+
+    Of an even number of neighbours the middle is all between the middle two: an effect in there is where it should be,
+    and one damaged neighbour of two says nothing.
+    """
     out = np.zeros_like(effects)
     for i, effect in enumerate(effects):
-        around = [effects[j] for j in range(max(0, i - reach), min(len(effects), i + reach + 1)) if j != i]
-        out[i] = effect - np.median(around) if around else 0.0
+        around = np.sort([effects[j] for j in range(max(0, i - reach), min(len(effects), i + reach + 1)) if j != i])
+        if len(around):
+            low, high = around[(len(around) - 1) // 2], around[len(around) // 2]
+            out[i] = effect - np.clip(effect, low, high)
     return out
 
 

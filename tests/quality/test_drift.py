@@ -375,11 +375,11 @@ def test_every_argument_that_generating_sets_is_refused(monkeypatch):
 
 
 def test_the_seeds_by_default_are_the_commands():
-    from wanfp4.cli.drift import _seeds
+    from wanfp4.cli.common import several_seeds
     from wanfp4.cli.drift import drift as command
 
     by_default = inspect.signature(wanfp4.drift).parameters["seeds"].default
-    assert tuple(_seeds(inspect.signature(command).parameters["seeds"].default)) == by_default == (0, 1)
+    assert tuple(several_seeds(inspect.signature(command).parameters["seeds"].default)) == by_default == (0, 1)
 
 
 def test_a_job_that_dies_before_its_first_row_leaves_no_folder(monkeypatch, tmp_path):
