@@ -44,14 +44,16 @@ class Launched(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    """How the forward kernel is launched: queries and keys of a tile, warps, stages of its pipeline, and whether tiles
-    are copied by the tensor memory accelerator."""
+    """How the forward kernel is launched: queries and keys of a tile, warps, stages of its pipeline, whether tiles are
+    copied by the tensor memory accelerator, and whether warps are specialised: then there are three times as many, one
+    third to copy and two to compute with half of the queries each."""
 
     queries: int
     keys: int
     warps: int
     stages: int
     tma: bool = True
+    specialized: bool = False
 
 
 # The first is what runs; kernels/bench/attention.py times all. They are chosen once, not by timing at run time, so that
@@ -78,10 +80,14 @@ _SMALL_ROWMAX = (Config(128, 128, 8, 2, tma=False), Config(64, 128, 4, 1, tma=Fa
 
 def configs(numerics: Numerics, capability: tuple[int, int] = (9, 0)) -> tuple[Config, ...]:
     """What the forward kernel of these numerics may be launched with, the default first."""
-    large = capability[0] in (9, 10)
+    if capability[0] not in (9, 10):
+        return _SMALL_ROWMAX if numerics.row_reference == "rowmax" else _SMALL_DIRECT
     if numerics.row_reference == "rowmax":
-        return _ROWMAX if large else _SMALL_ROWMAX
-    return _DIRECT if large else _SMALL_DIRECT
+        return _ROWMAX
+    if numerics.smooth_q or numerics.denominator == "exact":
+        # Where there is one loop, not one for each case, triton 3.6 finds no room for the first keys among its stages.
+        return tuple(config for config in _DIRECT if config.stages < 3)
+    return _DIRECT
 
 
 # Who takes what
@@ -155,8 +161,6 @@ def limits(numerics: Numerics) -> str | None:
         return "it computes attention in 4 or 8 bits, and these numerics round nothing"
     if n.p == "exact":
         return "it multiplies P in BF16 at most, and these numerics ask for 'exact'"
-    if n.p != "mxfp4-direct" and n.row_reference != "rowmax":
-        return f"its {n.p} P is relative to the row's maximum, and these numerics ask for {n.row_reference!r}"
     if n.qk == "exact" and (n.smooth_k or n.smooth_q):
         return "it multiplies Q and K in BF16 at most, and smoothed ones that are not rounded do not fit"
     if n.v == "exact" and n.smooth_v:
@@ -273,7 +277,7 @@ def quantize(
             q, k, flag, *_strides(q), *_strides(k), heads, queries, keys, scale, float(guard.logit_limit)
         )
     # Without Q's smoothing, norms bound the scores; with it the forward kernel looks at every tile.
-    bounded = n.p == "mxfp4-direct" and n.row_reference != "rowmax" and not n.smooth_q
+    bounded = n.row_reference != "rowmax" and not n.smooth_q
     k_mean = k.mean(1, dtype=torch.float32).reshape(flat, TILE) if n.smooth_k else None
     v_mean = v.mean(1, dtype=torch.float32).reshape(flat, TILE) if n.smooth_v else None
     rounded = Rounded(
@@ -299,7 +303,7 @@ def quantize(
         q, rounded.q, None, None, None, rounded.q_norms, None, rounded.block_means, k_mean, rounded.lse_shift,
         *_strides(q), heads, queries, q_padded, scale,
         FORMAT=n.qk, ANCHORS=0, GUARDED=False, MEAN=False, NORM="rows" if bounded else "none",
-        BLOCK_MEAN=n.smooth_q, LSE_SHIFT=rounded.lse_shift is not None, T=q_tile, num_warps=4, **exactly,
+        BLOCK_MEAN=n.smooth_q, LSE_SHIFT=rounded.lse_shift is not None, T=q_tile, num_warps=q_tile // 8, **exactly,
     )  # fmt: skip
     kernels.quantize[(flat * (k_padded // few),)](
         k, rounded.k, k_mean, None, flag, None, rounded.k_norms, None, None, None,
@@ -347,18 +351,24 @@ def multiply(
         _operand(rounded.k, config.keys, config.tma),
         _operand(rounded.v, config.keys, config.tma),
     )
-    means = rounded.block_means
-    for first, count in [(0, flat)] if means is None else groups(flat, means.shape[1], q_padded, k_padded):
-        bias = _score_bias(rounded, k, n, first, count) if rounded.block_means is not None else None
+    launches, bias = [(0, flat)], None
+    if rounded.block_means is not None:
+        blocks = rounded.block_means.shape[1]
+        launches = groups(flat, blocks, q_padded, k_padded)
+        bias = torch.empty(launches[0][1], blocks, k_padded, dtype=torch.float32, device=q.device)
+    for first, count in launches:
+        if bias is not None:
+            _score_bias(rounded, k, n, first, count, bias)
         kernels.forward[(count * -(-queries // config.queries),)](
             *operands, out, lse, bias, rounded.lse_shift, rounded.v_mean, rounded.v_gain, rounded.q_norms,
-            rounded.k_norms, rounded.flag, scale * LOG2_E, margin, peak(n), 1 / 6 if n.v == "mxfp4-direct" else 1.0,
-            c.A, c.B, c.A2, c.B2, heads, queries, keys, q_padded, k_padded, first, *out.stride()[:3],
+            rounded.k_norms, rounded.flag, scale * LOG2_E, margin, peak(n), largest(n),
+            1 / 6 if n.v == "mxfp4-direct" else 1.0, c.A, c.B, c.A2, c.B2, heads, queries, keys, q_padded, k_padded,
+            first, *out.stride()[:3],
             P=n.p, CLASSIFIER=c.kind, DENSITY=c.density, CLAMP=may_saturate(n), CODES=n.denominator == "codes",
             ROWMAX=n.row_reference == "rowmax", ANCHORS=anchors(meant), GUARDED=rounded.flag is not None,
             BIAS=bias is not None, V_MEAN=rounded.v_mean is not None, V_GAIN=rounded.v_gain is not None,
             LSE=return_lse, LSE_SHIFT=rounded.lse_shift is not None, BM=config.queries, BN=config.keys,
-            TMA=config.tma, num_warps=config.warps, num_stages=config.stages,
+            TMA=config.tma, SPECIALIZED=config.specialized, num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
     return out, lse
 
@@ -371,11 +381,15 @@ def _operand(x: Tensor, tokens: int, tma: bool) -> Any:
     return TensorDescriptor.from_tensor(x.view(-1, TILE), [tokens, TILE])
 
 
+def largest(numerics: Numerics) -> float:
+    """Octaves of the largest P that its format holds, for those that are scaled to a peak."""
+    return {"nvfp4": math.log2(6 * 448), "fp8": math.log2(448), "fp8-direct": math.log2(448)}.get(numerics.p, 60.0)
+
+
 def peak(numerics: Numerics) -> float:
-    """Octaves that P's row maximum is scaled to: log2 p_peak, less whole octaves where the format ends below it."""
+    """Octaves that P's row reference is scaled to: log2 p_peak, less whole octaves where the format ends below it."""
     log2_peak = math.log2(numerics.p_peak)
-    largest = {"nvfp4": math.log2(6 * 448), "fp8": math.log2(448)}.get(numerics.p, 60.0)
-    return log2_peak - max(0, math.ceil(log2_peak - largest))
+    return log2_peak - max(0, math.ceil(log2_peak - largest(numerics)))
 
 
 def may_saturate(numerics: Numerics) -> bool:
@@ -384,25 +398,25 @@ def may_saturate(numerics: Numerics) -> bool:
     return numerics.classifier.kind == "mix" or numerics.classifier.at(math.log2(9) + 2.0**-10) >= 7
 
 
-def groups(flat: int, blocks: int, q_padded: int, k_padded: int) -> list[tuple[int, int]]:
+def groups(flat: int, blocks: int, queries: int, keys: int) -> list[tuple[int, int]]:
     """First head and number of heads of each launch with Q smoothing: as many as keep what is added back, `blocks` ×
-    `k_padded` floats a head, within half the memory of the rounded operands."""
-    budget = flat * (q_padded + 2 * k_padded) * TILE
-    count = max(1, min(flat, budget // (blocks * k_padded * 4)))
+    `keys` floats a head, within 16 % of the bytes of Q, K and V in BF16, or 32 MiB where that is more; one head at
+    least. So a call takes 1.5 times the memory of Q, K and V. `queries` and `keys` are padded."""
+    budget = max(flat * (queries + 2 * keys) * TILE * 2 * 16 // 100, 2**25)
+    count = max(1, min(flat, budget // (blocks * keys * 4)))
     return [(first, min(count, flat - first)) for first in range(0, flat, count)]
 
 
-def _score_bias(rounded: Rounded, k: Tensor, numerics: Numerics, first: int, count: int) -> Tensor:
+def _score_bias(rounded: Rounded, k: Tensor, numerics: Numerics, first: int, count: int, bias: Tensor) -> None:
+    """What Q smoothing took of `count` heads from `first`, into bias [n, blocks, padded keys]."""
     from wanfp4.kernels import emulated_quantize as kernels
 
     assert rounded.block_means is not None
-    blocks, padded = rounded.block_means.shape[1], rounded.k.shape[1]
-    bias = torch.empty(count, blocks, padded, dtype=torch.float32, device=k.device)
+    _, blocks, padded = bias.shape
     kernels.score_bias[(count * -(-blocks // 16) * (padded // TILE),)](
         rounded.block_means, k, rounded.k_mean, bias, *_strides(k), k.shape[2], k.shape[1], padded, blocks, first,
         ANCHORS=anchors(numerics), MEAN=rounded.k_mean is not None, T=TILE, num_warps=4,
     )  # fmt: skip
-    return bias
 
 
 def _gain(v: Tensor, v_mean: Tensor | None) -> Tensor:

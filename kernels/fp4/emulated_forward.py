@@ -4,11 +4,18 @@ A program works on BM queries of one head and walks over the keys in tiles of BN
 becomes u, u is rounded to E2M1 (or P's other formats) by a few float operations, and what BF16 multiplies is α·code.
 
 Exponents. Direct-P's block of 32 keys has α = 2^e; what is multiplied is 2^(e + bias), with a whole number `bias` for
-each row that puts the largest block of the first 128 keys at `TARGET`: whole octaves cancel in O / L, so this moves any
+each row that puts the largest block of the first keys at `TARGET`: whole octaves cancel in O / L, so this moves any
 row into FP32's range. Should a later block pass `CEILING`, O and L are scaled down by a power of two, which is exact.
-Most calls can do without that test: where the norms of Q and K say that no score of the program can pass, the loop runs
-without it. Blocks more than 86 octaves below the first 128 keys' largest get α = 2^-126, where the reference has its
-smallest byte: neither can be seen in the result.
+Blocks more than 86 octaves below the first keys' largest get α = 2^-126, where the reference has its smallest byte:
+neither can be seen in the result.
+
+The other formats of P take the row's maximum so far, or an anchor: then `bias` is what the anchor is scaled to, and a
+row whose P would pass the format's largest is scaled down by whole octaves on the way.
+
+Two loops. Where the norms of Q and K say that no score of the program can pass, a fast loop takes all whole tiles, and
+the careful one, which masks and rescales, what is left. Else the careful loop takes all. Both are loops and nothing is
+an `if`, because triton 3.6 specialises warps only where there is no other branch, and because it then finds room for
+the first keys, the fast tiles and the careful ones in the same shared memory.
 
 Everything is in octaves: `octaves` is what one unit of q·k counts for, the softmax scale times log2 e.
 """
@@ -19,10 +26,11 @@ import triton.language as tl
 from wanfp4.kernels.emulated_rounding import (
     at_most,
     bound,
+    direct_e4m3,
     dot,
     e4m3_block_scale,
     e4m3_scale,
-    magnitude_bits,
+    log2_normal,
     round_e2m1,
     round_e4m3,
     to_bf16,
@@ -44,8 +52,8 @@ def block_max(s, BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def exponents(tops, octaves, reference):
-    """e [BM, n] of Direct-P blocks, whole numbers in float32."""
-    g = tops * octaves - reference[:, None]
+    """e of Direct-P blocks with these largest scores, whole numbers in float32."""
+    g = tops * octaves - reference
     return tl.floor(tl.where(g > FLOOR, g, FLOOR) + DIRECT_ROUNDING)  # FLOOR for −∞ and NaN, too
 
 
@@ -102,56 +110,67 @@ def direct_p(
         blocks, octaves, offset[:, :, None], alpha[:, :, None], log2_alpha[:, :, None], lanes, A, B, A2, B2,
         CLASSIFIER, CLAMP,
     )  # fmt: skip
-    weight = tl.reshape(round_e2m1(u, alpha[:, :, None]), (BM, BN))
-    counted = weight if CODES else tl.exp2(s * octaves + (bias - reference + LOG2_6)[:, None])
-    return weight, tl.sum(counted, 1)
-
-
-@triton.jit
-def nvfp4_p(
-    s, reference, peak, octaves, A, B, A2, B2,
-    CLASSIFIER: tl.constexpr, CLAMP: tl.constexpr, CODES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Weights E4M3 scale · code [BM, BN] with `peak` octaves for the row reference, and what the denominator gets."""
-    blocks = tl.reshape(s, (BM, BN // 16, 16))
-    shift = peak - reference
-    scale = e4m3_scale(tl.exp2(tl.max(blocks, 2) * octaves + shift[:, None]))
-    # A block whose scale is 0 has weights 0, but still counts where the denominator is exact.
-    divisor = tl.where(scale == 0, 1.0, scale)
-    offset = shift[:, None] - tl.log2(divisor)
-    u = classify(blocks, octaves, offset[:, :, None], 1.0, 0.0, False, A, B, A2, B2, CLASSIFIER, False)
-    clamped = u
-    if CLAMP:
-        clamped = at_most(u, 6.0)
-    weight = round_e2m1(clamped, 1.0) * scale[:, :, None]
+    weight = round_e2m1(u, alpha[:, :, None], CLASSIFIER == "exp2")
+    weight = tl.reshape(weight, (BM, BN))
     if CODES:
-        total = tl.sum(tl.sum(weight, 2), 1)
-    elif CLASSIFIER == "exp2":
-        total = tl.sum(tl.sum(u, 2) * divisor, 1)
+        total = tl.sum(weight, 1)
     else:
-        total = tl.sum(tl.exp2(s * octaves + shift[:, None]), 1)
-    return tl.reshape(weight, (BM, BN)), total
-
-
-@triton.jit
-def mxfp8_p(s, reference, peak, octaves, CODES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """Weights E4M3 · power of two, one for every 32 keys."""
-    p = tl.exp2(s * octaves + (peak - reference)[:, None])
-    blocks = tl.reshape(p, (BM, BN // 32, 32))
-    scale = e4m3_block_scale(tl.max(magnitude_bits(blocks), 2).to(tl.float32, bitcast=True))
-    weight = tl.reshape(round_e4m3(blocks, scale[:, :, None]), (BM, BN))
-    total = tl.sum(weight if CODES else p, 1)
+        # In the shape of the blocks: for another one, the compiler would move the scores through shared memory.
+        total = tl.sum(tl.sum(tl.exp2(blocks * octaves + (bias - reference + LOG2_6)[:, None, None]), 2), 1)
     return weight, total
 
 
 @triton.jit
-def plain_p(s, reference, peak, octaves, P: tl.constexpr, CODES: tl.constexpr):
+def nvfp4_p(
+    s, tops, shift, octaves, A, B, A2, B2,
+    CLASSIFIER: tl.constexpr, CLAMP: tl.constexpr, CODES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Weights E4M3 scale · code [BM, BN] with `shift` [BM] octaves for a score of 0, and what the denominator gets."""
+    blocks = tl.reshape(s, (BM, BN // 16, 16))
+    scale = e4m3_scale(tl.exp2(tops * octaves + shift[:, None]))
+    # A block whose scale is 0 has weights 0, but still counts where the denominator is exact.
+    divisor = tl.where(scale == 0, 1.0, scale)
+    offset = shift[:, None] - log2_normal(divisor)
+    u = classify(blocks, octaves, offset[:, :, None], 1.0, 0.0, False, A, B, A2, B2, CLASSIFIER, False)
+    clamped = u
+    if CLAMP:
+        clamped = at_most(u, 6.0)
+    weight = round_e2m1(clamped, 1.0, CLASSIFIER == "exp2") * scale[:, :, None]
+    if CODES:
+        total = tl.sum(weight, 2)
+    elif CLASSIFIER == "exp2":
+        total = tl.sum(u, 2) * divisor
+    else:
+        total = tl.sum(tl.exp2(blocks * octaves + shift[:, None, None]), 2)
+    return tl.reshape(weight, (BM, BN)), tl.sum(total, 1)
+
+
+@triton.jit
+def mxfp8_p(s, tops, shift, octaves, CODES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Weights E4M3 · power of two, one for every 32 keys."""
+    p = tl.exp2(tl.reshape(s, (BM, BN // 32, 32)) * octaves + shift[:, None, None])
+    # The largest of the exponentials is that of the largest, or an ulp beside it, which 448 does not notice.
+    scale = e4m3_block_scale(tl.exp2(tops * octaves + shift[:, None]))
+    weight = round_e4m3(p, scale[:, :, None])
+    return tl.reshape(weight, (BM, BN)), tl.sum(tl.sum(weight if CODES else p, 2), 1)
+
+
+@triton.jit
+def plain_p(s, shift, octaves, P: tl.constexpr, CODES: tl.constexpr):
     """Weights in E4M3, or to be rounded to BF16 for the product."""
-    p = tl.exp2(s * octaves + (peak - reference)[:, None])
-    weight = p
-    if P == "fp8":
-        weight = round_e4m3(p, 1.0)
-    total = tl.sum(weight if CODES else p, 1)
+    if P == "fp8-direct":
+        weight = direct_e4m3(s * (octaves * 8.0) + (shift * 8.0 + 56.0)[:, None])
+        if not CODES:
+            total = tl.sum(tl.exp2(s * octaves + shift[:, None]), 1)
+    else:
+        p = tl.exp2(s * octaves + shift[:, None])
+        weight = p
+        if P == "fp8":
+            weight = round_e4m3(p, 1.0)
+        if not CODES:
+            total = tl.sum(p, 1)
+    if CODES:
+        total = tl.sum(weight, 1)
     return weight, total
 
 
@@ -184,70 +203,66 @@ def scores(
 
 @triton.jit
 def step(
-    q, k_desc, v_desc, bias_row, acc, total, reference, bias, row, key, keys, octaves, peak, A, B, A2, B2,
+    q, k_desc, v_desc, bias_row, acc, total, reference, bias, row, key, keys, octaves, peak, largest, A, B, A2, B2,
     P: tl.constexpr, CLASSIFIER: tl.constexpr, DENSITY: tl.constexpr, CLAMP: tl.constexpr, CODES: tl.constexpr,
-    ROWMAX: tl.constexpr, BIAS: tl.constexpr, CHECK: tl.constexpr, MASKED: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, TMA: tl.constexpr,
+    ROWMAX: tl.constexpr, BIAS: tl.constexpr, CAREFUL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax's next tile of keys. CHECK: may a row pass CEILING? MASKED: do the keys end in it?"""
-    s = scores(q, k_desc, bias_row, row, key, keys, BIAS, MASKED, BN, TMA)
+    """The online softmax's next tile of keys. CAREFUL: the keys may end in it, and a row may pass its largest."""
+    s = scores(q, k_desc, bias_row, row, key, keys, BIAS, CAREFUL, BN, TMA)
+    if P == "nvfp4":
+        tops = block_max(s, BM, BN, 16)
+        top = tl.max(tops, 1)
+    elif P == "mxfp4-direct" or P == "mxfp8":
+        tops = block_max(s, BM, BN, 32)
+        top = tl.max(tops, 1)
+    else:
+        top = tl.max(s, 1)
     if ROWMAX:
-        raised = tl.maximum(reference, tl.max(s, 1) * octaves)
+        raised = tl.maximum(reference, top * octaves)
         factor = tl.exp2(reference - raised)
         reference = raised
         acc *= factor[:, None]
         total *= factor
+    elif CAREFUL:
+        if P == "mxfp4-direct":
+            highest = bias + exponents(top, octaves, reference)
+            down = tl.where(highest > CEILING, highest - TARGET, 0.0)
+        else:
+            down = tl.maximum(tl.ceil(top * octaves - reference + bias - largest), 0.0)
+        bias -= down
+        factor = tl.exp2(-down)
+        acc *= factor[:, None]
+        total *= factor
+    shift = (peak if ROWMAX else bias) - reference
     if P == "mxfp4-direct":
-        e = exponents(block_max(s, BM, BN, 32), octaves, reference)
-        if CHECK:
-            highest = tl.max(e, 1) + bias
-            if tl.max(highest, 0) > CEILING:
-                down = tl.where(highest > CEILING, highest - TARGET, 0.0)
-                bias -= down
-                factor = tl.exp2(-down)
-                acc *= factor[:, None]
-                total *= factor
+        e = exponents(tops, octaves, reference[:, None])
         lanes = False
         if CLASSIFIER == "mix":
             lanes = mix_lanes(key, BN, DENSITY)
         p, part = direct_p(s, e, reference, bias, octaves, lanes, A, B, A2, B2, CLASSIFIER, CLAMP, CODES, BM, BN)
     elif P == "nvfp4":
-        p, part = nvfp4_p(s, reference, peak, octaves, A, B, A2, B2, CLASSIFIER, CLAMP, CODES, BM, BN)
+        p, part = nvfp4_p(s, tops, shift, octaves, A, B, A2, B2, CLASSIFIER, CLAMP, CODES, BM, BN)
     elif P == "mxfp8":
-        p, part = mxfp8_p(s, reference, peak, octaves, CODES, BM, BN)
+        p, part = mxfp8_p(s, tops, shift, octaves, CODES, BM, BN)
     else:
-        p, part = plain_p(s, reference, peak, octaves, P, CODES)
+        p, part = plain_p(s, shift, octaves, P, CODES)
     total += part
     v = tile(v_desc, row + key, BN, TMA)
     acc += dot(to_bf16(p), v)
     return acc, total, reference, bias
 
 
-@triton.jit
-def walk(
-    q, k_desc, v_desc, bias_row, acc, total, reference, bias, row, keys, octaves, peak, A, B, A2, B2,
-    P: tl.constexpr, CLASSIFIER: tl.constexpr, DENSITY: tl.constexpr, CLAMP: tl.constexpr, CODES: tl.constexpr,
-    ROWMAX: tl.constexpr, BIAS: tl.constexpr, CHECK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    TMA: tl.constexpr,
-):  # fmt: skip
-    """All whole tiles of keys."""
-    for key in range(0, bound(keys // BN * BN), BN):
-        acc, total, reference, bias = step(
-            q, k_desc, v_desc, bias_row, acc, total, reference, bias, row, key, keys, octaves, peak, A, B, A2,
-            B2, P, CLASSIFIER, DENSITY, CLAMP, CODES, ROWMAX, BIAS, CHECK, False, BM, BN, TMA,
-        )  # fmt: skip
-    return acc, total, reference, bias
-
-
-@triton.jit
+# What may be 1 in one call and not in the next: triton would compile once more for it. The others are multiples of 128.
+@triton.jit(do_not_specialize=["heads", "queries", "keys", "first_head"])
 def forward(
     q_desc, k_desc, v_desc, out, lse, score_bias, lse_shift, v_mean, v_gain, q_norms, k_norms, flag,
-    octaves, margin, peak, v_factor, A, B, A2, B2, heads, queries, keys, q_padded, k_padded, first_head,
+    octaves, margin, peak, largest, v_factor, A, B, A2, B2, heads, queries, keys, q_padded, k_padded, first_head,
     batch_stride, token_stride, head_stride,
     P: tl.constexpr, CLASSIFIER: tl.constexpr, DENSITY: tl.constexpr, CLAMP: tl.constexpr, CODES: tl.constexpr,
     ROWMAX: tl.constexpr, ANCHORS: tl.constexpr, GUARDED: tl.constexpr, BIAS: tl.constexpr, V_MEAN: tl.constexpr,
     V_GAIN: tl.constexpr, LSE: tl.constexpr, LSE_SHIFT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, SPECIALIZED: tl.constexpr,
 ):  # fmt: skip
     """Attention of BM queries of one head.
 
@@ -260,6 +275,8 @@ def forward(
     q_norms      [B·H, q_padded], k_norms [B·H] bits: Euclidean norms and the largest of them, for Direct-P without BIAS
     flag         GUARDED: ANCHORS and `margin` apply only where it is 1
     margin       octaves that the anchor is raised by
+    peak         octaves that P's row reference is scaled to, and `largest` those of the format's largest; not for
+                 Direct-P
     """
     tiles = tl.cdiv(queries, BM)
     local = tl.program_id(0) // tiles
@@ -275,49 +292,48 @@ def forward(
     if ROWMAX:
         reference += float("-inf")
         bias += TARGET
-    elif P == "mxfp4-direct":
-        # The first tile's scores once more: they say what the row is relative to.
-        s = scores(q, k_desc, bias_row, row, 0, keys, BIAS, True, BN, TMA)
-        tops = block_max(s, BM, BN, 32)
+    else:
+        # The first keys' scores once more: they say what the row is relative to.
+        anchor = tl.full((BM,), float("-inf"), tl.float32)
+        top = anchor
+        for key in tl.range(0, bound(tl.minimum(keys, ANCHORS if ANCHORS > BN else BN)), BN, num_stages=1):
+            s = scores(q, k_desc, bias_row, row, key, keys, BIAS, True, BN, TMA)
+            top = tl.maximum(top, tl.max(s, 1))
+            if ANCHORS > 0 and ANCHORS < BN:
+                s = tl.where((tl.arange(0, BN) < ANCHORS)[None, :], s, float("-inf"))
+            anchor = tl.maximum(anchor, tl.max(s, 1))
         if ANCHORS > 0:
-            if ANCHORS >= BN:
-                anchor = tl.max(tops, 1)
-            else:
-                anchor = tl.max(tl.where(tl.arange(0, BN // 32)[None, :] * 32 < ANCHORS, tops, float("-inf")), 1)
-            for key in tl.range(BN, ANCHORS, BN, num_stages=1):
-                more = scores(q, k_desc, bias_row, row, key, keys, BIAS, True, BN, TMA)
-                anchor = tl.maximum(anchor, tl.max(more, 1))
             reference = anchor * octaves + margin
             if GUARDED:
                 reference = tl.where(tl.load(flag) != 0, reference, 0.0)
-        bias = -tl.max(exponents(tops, octaves, reference), 1) + TARGET
+        if P == "mxfp4-direct":
+            bias = TARGET - exponents(top, octaves, reference)
+        else:
+            top = top * octaves - reference
+            bias = peak - tl.maximum(tl.ceil(top + peak - largest), 0.0) - tl.minimum(tl.floor(top + 4.0), 0.0)
 
     acc = tl.zeros((BM, 128), tl.float32)
     total = tl.zeros((BM,), tl.float32)
-    check = False
-    if P == "mxfp4-direct" and not ROWMAX:
+    whole = keys // BN * BN
+    if not ROWMAX:
         if BIAS:
-            check = True
+            whole *= 0
         else:
             norm = tl.load(q_norms + head.to(tl.int64) * q_padded + position + tl.arange(0, BM))
             longest = tl.load(k_norms + head).to(tl.float32, bitcast=True)
             # No score is larger than the product of the norms, rounding counted in.
             highest = norm * (longest * octaves * 1.001) - reference + 1.0 + bias
-            check = tl.max(highest, 0) > CEILING
-    if check:
-        acc, total, reference, bias = walk(
-            q, k_desc, v_desc, bias_row, acc, total, reference, bias, row, keys, octaves, peak, A, B, A2, B2,
-            P, CLASSIFIER, DENSITY, CLAMP, CODES, ROWMAX, BIAS, True, BM, BN, TMA,
-        )  # fmt: skip
-    else:
-        acc, total, reference, bias = walk(
-            q, k_desc, v_desc, bias_row, acc, total, reference, bias, row, keys, octaves, peak, A, B, A2, B2,
-            P, CLASSIFIER, DENSITY, CLAMP, CODES, ROWMAX, BIAS, False, BM, BN, TMA,
-        )  # fmt: skip
-    if keys % BN != 0:
+            whole = tl.where(tl.max(highest, 0) > (CEILING if P == "mxfp4-direct" else largest), 0, whole)
+    if ROWMAX or not BIAS:
+        for key in tl.range(0, bound(whole), BN, warp_specialize=SPECIALIZED):
+            acc, total, reference, bias = step(
+                q, k_desc, v_desc, bias_row, acc, total, reference, bias, row, key, keys, octaves, peak, largest,
+                A, B, A2, B2, P, CLASSIFIER, DENSITY, CLAMP, CODES, ROWMAX, BIAS, False, BM, BN, TMA,
+            )  # fmt: skip
+    for key in tl.range(bound(whole), bound(keys), BN):
         acc, total, reference, bias = step(
-            q, k_desc, v_desc, bias_row, acc, total, reference, bias, row, keys // BN * BN, keys, octaves, peak,
-            A, B, A2, B2, P, CLASSIFIER, DENSITY, CLAMP, CODES, ROWMAX, BIAS, not ROWMAX, True, BM, BN, TMA,
+            q, k_desc, v_desc, bias_row, acc, total, reference, bias, row, key, keys, octaves, peak, largest,
+            A, B, A2, B2, P, CLASSIFIER, DENSITY, CLAMP, CODES, ROWMAX, BIAS, True, BM, BN, TMA,
         )  # fmt: skip
 
     rows = position + tl.arange(0, BM)
@@ -336,8 +352,8 @@ def forward(
     else:
         tl.store(target, o.to(out.dtype.element_ty), mask=real[:, None])
     if LSE:
-        # A row's sum is Σ 2^(t + bias)·6 for Direct-P, Σ 2^(t + peak) otherwise.
-        unit = (bias + LOG2_6) if P == "mxfp4-direct" else peak
+        # A row's sum is Σ 2^(t + bias)·6 for Direct-P, Σ 2^(t + bias or peak) otherwise.
+        unit = (bias + LOG2_6) if P == "mxfp4-direct" else (peak if ROWMAX else bias)
         natural = (tl.log2(total) - unit + reference) * LN_2
         if LSE_SHIFT:
             natural += tl.load(lse_shift + head.to(tl.int64) * q_padded + rows)

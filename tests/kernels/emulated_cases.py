@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wanfp4.kernels import reference
+from wanfp4.kernels import emulated, reference
 from wanfp4.policy import Classifier, Guard, Numerics, policies
 
 SCALE = 128**-0.5
@@ -22,6 +22,11 @@ EXTRA = {
     "two-piece-nv, K and V smoothed": dataclasses.replace(POLICIES["wan-two-piece-nv"], smooth_k=True, smooth_v=True),
     "fp8, V smoothed": dataclasses.replace(POLICIES["nvfp4-fp8"], smooth_v=True),
     "fp8, high peak": dataclasses.replace(POLICIES["nvfp4-fp8"], p_peak=1000.0, denominator="codes"),
+    "fp8-direct, high peak": Numerics(qk="nvfp4", p="fp8-direct", v="fp8", p_peak=440.0),
+    "fp8, anchored": dataclasses.replace(POLICIES["nvfp4-fp8"], row_reference="anchor32", margin=60.0),
+    "nvfp4, anchored": dataclasses.replace(POLICIES["nvfp4"], row_reference="anchor128"),
+    "mxfp8, rowmax": Numerics(qk="mxfp8-token-block", p="mxfp8", v="mxfp8-token-block", denominator="codes"),
+    "bf16, anchored": dataclasses.replace(POLICIES["nvfp4-bf16"], row_reference="anchor32"),
     "nvfp4, codes": dataclasses.replace(POLICIES["nvfp4"], denominator="codes"),
     "two-piece-nv, exact": dataclasses.replace(POLICIES["wan-two-piece-nv"], denominator="exact"),
     "mxfp8, exact": dataclasses.replace(POLICIES["mxfp8-token-block"], denominator="exact"),
@@ -55,6 +60,16 @@ def draw(
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
+def run_head_by_head(*args: Any) -> Any:
+    """`emulated.run`, one head at a time where Q is smoothed."""
+    groups = emulated.groups
+    emulated.groups = lambda flat, *_: [(head, 1) for head in range(flat)]
+    try:
+        return emulated.run(*args)
+    finally:
+        emulated.groups = groups
+
+
 def rel_l2(a: Tensor, b: Tensor) -> float:
     """|a − b| / |b|."""
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
@@ -66,8 +81,11 @@ def check(
     """Output and log-sum-exp of an `emulated.run` against the reference on the same device."""
     truth = reference.attention(q, k, v.float(), numerics, scale=scale, return_lse=True)
     out = truth.out.to(v.dtype)
-    assert mine.out.shape == out.shape
-    assert mine.out.dtype == v.dtype
-    assert rel_l2(mine.out, out) < limit
-    assert ((mine.lse - truth.lse).abs() / truth.lse.abs().clamp(min=1)).median() < 1e-5
-    assert ((mine.lse - truth.lse).abs() / truth.lse.abs().clamp(min=1)).max() < 1e-3
+    # The messages say what pytest would, which does not rewrite this module.
+    assert mine.out.shape == out.shape, f"{mine.out.shape} instead of {out.shape}"
+    assert mine.out.dtype == v.dtype, f"{mine.out.dtype} instead of {v.dtype}"
+    off = (mine.lse - truth.lse).abs() / truth.lse.abs().clamp(min=1)
+    found = f"out {rel_l2(mine.out, out):.2e} rel-L2, lse {off.median():.1e} median, {off.max():.1e} largest"
+    assert rel_l2(mine.out, out) < limit, f"{found}; the limit is {limit}"
+    assert off.median() < 1e-5, f"{found}; the limit is 1e-5"
+    assert off.max() < 1e-3, f"{found}; the limit is 1e-3"

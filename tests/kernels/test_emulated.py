@@ -76,6 +76,16 @@ def test_operands_are_bit_for_bit_those_of_the_reference(interpreter, name):
         assert torch.allclose(mine.lse_shift[:, :130], truth.lse_shift, atol=1e-5)
 
 
+def test_quotients_are_those_of_ieee_division(interpreter):
+    x, scale = interpreter.call("emulated_division:cases")
+    assert x.numel() > 400_000
+    assert torch.equal(interpreter.call("emulated_division:quotients", x, scale), x / scale)
+    zeros = torch.zeros(3)
+    assert torch.equal(
+        interpreter.call("emulated_division:quotients", torch.tensor([0.0, 1.0, 2.0**100]), zeros), zeros
+    )
+
+
 @pytest.mark.parametrize("name", list(ALL))
 def test_codes_of_p(interpreter, name):
     """With V the identity, the output's columns are the row's own normalised weights."""
@@ -112,8 +122,12 @@ def test_strides_do_not_matter_and_inputs_stay(interpreter, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["wan-fast", "direct-p-exp2", "wan-two-piece", "guarded, log2 margin", "nvfp4", "sage3"]
-)
+    "name",
+    [
+        "wan-fast", "direct-p-exp2", "wan-two-piece", "guarded, log2 margin", "nvfp4", "sage3", "mxfp8-token-block",
+        "fp8-direct", "nvfp4, anchored",
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("size", [30, 300, 1000])
 @pytest.mark.parametrize("sign", [1, -1, 0], ids=["all high", "all low", "both"])
 def test_extreme_logits(interpreter, name, size, sign):
@@ -183,10 +197,24 @@ def test_anchor_order_is_that_of_the_reference(interpreter):
 
 def test_smoothed_queries_in_groups_of_heads(interpreter):
     """What Q smoothing adds back is made for as many heads at a time as its memory allows."""
-    assert interpreter.call("wanfp4.kernels.emulated:groups", 5, 3, 384, 1024) == [(0, 5)]
-    assert interpreter.call("wanfp4.kernels.emulated:groups", 40, 591, 75_648, 75_648)[:2] == [(0, 6), (6, 6)]
     q, k, v = draw(300, 260, heads=3)
-    check(run(interpreter, q, k, v.float(), POLICIES["sage3"]), q, k, v.float(), POLICIES["sage3"])
+    numerics = POLICIES["sage3"]
+    done = interpreter.call("emulated_cases:run_head_by_head", q, k, v.float(), numerics, None, SCALE, True)
+    check(emulated.Launched(*done), q, k, v.float(), numerics)
+    assert torch.equal(done[0], run(interpreter, q, k, v.float(), numerics).out)
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "keys"), [(12, 32_760, 32_760), (40, 75_600, 75_600), (5, 300, 1000), (1, 10**6, 10**4)]
+)
+def test_groups_of_heads_keep_their_memory(heads, queries, keys):
+    blocks, padded = -(-queries // 128), -(-keys // 128) * 128
+    launches = emulated.groups(heads, blocks, blocks * 128, padded)
+    assert [head for first, count in launches for head in range(first, first + count)] == list(range(heads))
+    largest = max(count for _, count in launches)
+    operands = heads * (blocks * 128 + 2 * padded) * 256
+    assert largest * blocks * padded * 4 <= max(0.16 * operands, 2**25) or largest == 1
+    assert launches[0][1] == largest, "the first group's buffer is that of all"
 
 
 def test_the_dispatcher_runs_it_where_triton_interprets(interpreter):
@@ -243,7 +271,6 @@ def absent(name):
     [
         (Numerics(), "round nothing"),
         (Numerics(qk="nvfp4"), "multiplies P in BF16 at most"),
-        (dataclasses.replace(POLICIES["nvfp4-fp8"], row_reference="anchor32"), "relative to the row's maximum"),
         (Numerics(p="bf16", smooth_k=True), "smoothed ones that are not rounded"),
         (Numerics(qk="nvfp4", p="bf16", smooth_v=True), "a smoothed one that is not rounded"),
         (Numerics(qk="nvfp4", p="bf16", v="bf16", global_scale=True), "no global scale"),

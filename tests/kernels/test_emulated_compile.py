@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from emulated_cases import POLICIES, draw
+from emulated_cases import ALL, POLICIES, draw
 
 from wanfp4.kernels import emulated
 from wanfp4.policy import policies
@@ -18,6 +18,9 @@ triton = pytest.importorskip("triton", reason="triton runs on Linux")
 
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
+
+
+EVERY_CONFIGURATION = ("wan-fast", "nvfp4", "nvfp4-fp8", "fast, K, Q and V smoothed", "direct, exact denominator")
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +38,7 @@ class Recorder:
         return lambda *args, **kwargs: self.launches.append((args, kwargs))
 
 
-def record(monkeypatch, numerics, guard, config, dtype=torch.bfloat16):
+def record(monkeypatch, numerics, guard, config, dtype=torch.bfloat16, shape=(200, 300, 2)):
     """Launches of one call: (kernel, arguments, keyword arguments)."""
     from wanfp4.kernels import emulated_forward, emulated_quantize
 
@@ -48,7 +51,8 @@ def record(monkeypatch, numerics, guard, config, dtype=torch.bfloat16):
             for name in names:
                 recorders.append(Recorder(getattr(module, name)))
                 patch.setattr(module, name, recorders[-1])
-        q, k, v = draw(200, 300, heads=2, dtype=dtype)
+        queries, keys, heads = shape
+        q, k, v = draw(queries, keys, heads=heads, dtype=dtype)
         emulated.run(q, k, v, numerics, guard, 128**-0.5, True, config)
     return [(r.kernel, *launch) for r in recorders for launch in r.launches]
 
@@ -67,8 +71,12 @@ def build(kernel, args, kwargs, arch):
         elif isinstance(value, float):
             signature[name] = "fp32"
         elif isinstance(value, int):
+            special = not kernel.params[place].do_not_specialize
+            if special and value == 1:
+                signature[name], constants[name] = "constexpr", value
+                continue
             signature[name] = "i32"
-            if value % 16 == 0:
+            if special and value % 16 == 0:
                 attributes[(place,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = f"tensordesc<bf16[{value.block_shape[0]},128]>"
@@ -76,13 +84,28 @@ def build(kernel, args, kwargs, arch):
     return triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", arch, 32), options=options)
 
 
-def stack_bytes(compiled, folder):
-    """Local memory of a thread: what registers did not hold."""
+def cuobjdump(compiled, folder, option):
+    """What the tool that comes with triton says about a kernel."""
     cubin = Path(folder) / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
     program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    usage = subprocess.run([program, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\d+)", usage)[1])
+    return subprocess.run([program, option, cubin], capture_output=True, text=True, check=True).stdout
+
+
+def stack_bytes(compiled, folder):
+    """Local memory of a thread: what registers did not hold."""
+    return int(re.search(r"STACK:(\d+)", cuobjdump(compiled, folder, "-res-usage"))[1])
+
+
+def largest_loop(compiled, folder):
+    """Names of the instructions between the farthest jump back and where it leads."""
+    lines = re.findall(
+        r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*?);", cuobjdump(compiled, folder, "-sass")
+    )
+    code = [(int(offset, 16), name, operands) for offset, name, operands in lines]
+    jumps = [(int(m[1], 16), at) for at, name, rest in code if name == "BRA" and (m := re.search(r"0x(\w+)", rest))]
+    start, end = max((jump for jump in jumps if jump[0] <= jump[1]), key=lambda jump: jump[1] - jump[0])
+    return [name for at, name, _ in code if start <= at <= end]
 
 
 def different(names):
@@ -101,6 +124,34 @@ def test_hopper_kernels_spill_nothing_and_use_its_tensor_cores(name, monkeypatch
         if kernel.__name__ == "forward":
             assert "wgmma.mma_async" in compiled.asm["ptx"]
             assert stack_bytes(compiled, tmp_path) == 0
+
+
+@pytest.mark.parametrize("name", list(ALL))
+def test_every_configuration_fits_hopper(name, monkeypatch):
+    """Not only the presets': what is listed can be launched. One of each kind for all configurations."""
+    first, *others = emulated.configs(ALL[name], (9, 0))
+    for config in (first, *others) if name in EVERY_CONFIGURATION else (first,):
+        launches = record(monkeypatch, ALL[name], None, config)
+        kernel, args, kwargs = next(launch for launch in launches if launch[0].__name__ == "forward")
+        needed = build(kernel, args, kwargs, 90).metadata.shared
+        assert needed <= SHARED[90], f"{config} needs {needed} bytes of shared memory"
+
+
+@pytest.mark.parametrize("name", ["wan-fast", "guarded, raw margin", "sage3", "direct-p-accurate"])
+def test_one_token_and_one_head_compile(name, monkeypatch):
+    """Triton makes a constant of a 1 that it is not told to leave alone, and constants have no methods of tensors."""
+    guard = policies()[name].guard if name in POLICIES else None
+    for kernel, args, kwargs in record(monkeypatch, ALL[name], guard, emulated.configs(ALL[name])[0], shape=(1, 1, 1)):
+        build(kernel, args, kwargs, 90)
+
+
+def test_the_folded_search_keeps_to_registers(monkeypatch, tmp_path):
+    """No shared memory, no barrier and no shuffle in the loop over the candidates, and 13 instructions an element."""
+    launches = record(monkeypatch, ALL["wan-fast"], None, emulated.configs(ALL["wan-fast"])[0])
+    kernel, args, kwargs = next(launch for launch in launches if launch[0].__name__ == "quantize")
+    loop = largest_loop(build(kernel, args, kwargs, 90), tmp_path)
+    assert not {"LDS", "STS", "BAR", "SHFL"} & {name.partition(".")[0] for name in loop}
+    assert len(loop) < 13 * 32
 
 
 @pytest.mark.parametrize("name", ["wan-fast", "wan-two-piece-nv", "sage3", "mxfp8-token-block"])
