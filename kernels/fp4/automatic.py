@@ -12,7 +12,7 @@ from wanfp4.policy import Policy, policies
 AUTO = "auto"
 
 # Who is asked, in this order. "fp8-direct" has a sixth of the error of "wan-fast": FP4 comes first where it is faster.
-CANDIDATES = (("sm100", "wan-fast"), ("sm90", "fp8-direct"))
+CANDIDATES = (("sm100", "wan-fast"), ("sm90", "fp8-direct"), ("sm89", "fp8-direct"))
 
 
 class Choice(NamedTuple):

@@ -16,6 +16,7 @@ from torch import Tensor
 from wanfp4.errors import BackendError, UnsupportedInputError
 from wanfp4.kernels import emulated, reference
 from wanfp4.kernels.blackwell import backend as sm100
+from wanfp4.kernels.hopper import ada as sm89
 from wanfp4.kernels.hopper import backend as sm90
 from wanfp4.policy import Guard, Numerics, Policy, get_policy
 
@@ -85,6 +86,12 @@ def _sm90(
     return Outcome(*sm90.run(q, k, v, numerics, scale, return_lse), "sm90")
 
 
+def _sm89(
+    q: Tensor, k: Tensor, v: Tensor, numerics: Numerics, guard: Guard | None, scale: float, return_lse: bool
+) -> Outcome:
+    return Outcome(*sm89.run(q, k, v, numerics, scale, return_lse), "sm89")
+
+
 def _triton(
     q: Tensor, k: Tensor, v: Tensor, numerics: Numerics, guard: Guard | None, scale: float, return_lse: bool
 ) -> Outcome:
@@ -133,6 +140,15 @@ _BACKENDS = (
         sm90.missing,
         sm90.refuses,
         _sm90,
+        sm90.declines,
+    ),
+    Backend(
+        "sm89",
+        "Triton kernels for FP8 tensor cores from Ada on (RTX 40, L4, L40S, RTX 50): Q, K, P and V in FP8",
+        True,
+        sm89.missing,
+        sm89.refuses,
+        _sm89,
         sm90.declines,
     ),
     Backend(

@@ -208,7 +208,7 @@ BAD = {
     "fps": (["--fps", "0"], "fps must be a whole number from 1 to 240"),
     "policy": (["--policy", "fastest"], "unknown policy 'fastest'; presets are bf16, wan-fast"),
     "policy file": (["--policy", "none.json"], "cannot read policy file 'none.json'"),
-    "backend": (["--backend", "fast"], "unknown backend 'fast'; this version has sm100, sm90, sdpa, triton, reference"),
+    "backend": (["--backend", "fast"], "unknown backend 'fast'; this version has sm100, sm90, sm89"),
     "backend refuses": (["--backend", "sdpa"], "backend 'sdpa' cannot run this on cpu: it rounds nothing"),
     "device": (["--device", "tpu"], "unknown device 'tpu'; choose from auto, cpu, cuda"),
     "device index": (["--device", "cuda:x"], "unknown device 'cuda:x'"),

@@ -25,7 +25,7 @@ def quantized(x: Tensor, kind: str, mean: Tensor | None = None) -> Image:
     numbers = torch.full((flat, tiles, 4 if kind == "q" else 16), -1.0, device=x.device)
     quantize.quantize[(flat * tiles,)](
         x, out, numbers, mean, *x.stride(), heads, tokens, 1.0,
-        KIND=kind, ANCHORS=0 if kind == "q" else 128, MEAN=mean is not None,
+        KIND=kind, ANCHORS=0 if kind == "q" else 128, MEAN=mean is not None, IMAGE=True,
     )  # fmt: skip
     return Image(out, numbers)
 

@@ -64,7 +64,7 @@ def test_what_nobody_has_seen_on_hardware_is_taken_by_name_only(monkeypatch):
 
 def test_named_backend_runs_or_says_why_not():
     q, k, v = draw()
-    with pytest.raises(BackendError, match=r"unknown backend 'cutlass'; .* has sm100, sm90, sdpa, triton, reference"):
+    with pytest.raises(BackendError, match=r"'cutlass'; .* has sm100, sm90, sm89, sdpa, triton, reference"):
         wanfp4.attention(q, k, v, backend="cutlass")
     with pytest.raises(BackendError, match="backend 'sdpa' cannot run this on cpu: it rounds nothing"):
         wanfp4.attention(q, k, v, backend="sdpa")

@@ -69,7 +69,7 @@ class Build:
         return self.queries * TILE + self.stages * (TILE * TILE + V_ROWS * TILE) + 8 * (1 + 4 * self.stages)
 
 
-# The first is what runs: kernels/bench/hopper.py times all on an H200.
+# The first is what runs: kernels/bench/attention.py times all.
 BUILDS = {
     True: (Build(True), Build(True, overlap=False), Build(True, groups=3, overlap=False), Build(True, stages=3)),
     False: (Build(False, groups=3, overlap=False), Build(False), Build(False, overlap=False), Build(False, stages=3)),
@@ -183,8 +183,8 @@ def run(
         return multiply(images, q, k, numerics, return_lse, build)
 
 
-def quantize(q: Tensor, k: Tensor, v: Tensor, numerics: Numerics, scale: float) -> Images:
-    """Round the operands."""
+def quantize(q: Tensor, k: Tensor, v: Tensor, numerics: Numerics, scale: float, *, image: bool = True) -> Images:
+    """Round the operands: to images of shared memory, or to plain tiles."""
     from wanfp4.kernels.hopper import quantize as kernels
 
     batch, queries, heads, _ = q.shape
@@ -213,7 +213,7 @@ def quantize(q: Tensor, k: Tensor, v: Tensor, numerics: Numerics, scale: float) 
     ):
         kernels.quantize[(flat * -(-x.shape[1] // TILE),)](
             x, out, numbers, its_mean, *x.stride(), heads, x.shape[1], factor,
-            KIND=kind, ANCHORS=0 if kind == "q" else TILE, MEAN=its_mean is not None, num_warps=8,
+            KIND=kind, ANCHORS=0 if kind == "q" else TILE, MEAN=its_mean is not None, IMAGE=image, num_warps=8,
         )  # fmt: skip
     return images
 

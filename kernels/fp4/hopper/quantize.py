@@ -1,8 +1,9 @@
-"""Quantisers of the backend "sm90": Q, K and V to E4M3 with one exponent per 32 tokens. Importing it imports triton.
+"""Quantisers of the backends "sm90" and "sm89": Q, K and V to E4M3 with one exponent per 32 tokens. Importing it
+imports triton.
 
-What they write are the images of shared memory that `attention.cu` copies in whole: tiles of 128 rows of 128 bytes,
-where row r's 16-byte chunk c stands at place c XOR (r mod 8). Q and K have a row for each token. V has one for each
-channel and eight more for the sum of P; a tile's tokens stand in the order in which wgmma gives scores to threads.
+They write tiles of 128 rows of 128 bytes. Q and K have a row for each token, V one for each channel and eight more for
+the sum of P. With IMAGE they are what `attention.cu` copies into shared memory in whole: row r's 16-byte chunk c stands
+at place c XOR (r mod 8), and V's tokens in the order in which wgmma gives scores to threads.
 """
 
 import triton
@@ -37,18 +38,20 @@ def to_e4m3(x):
 
 
 @triton.jit
-def store_image(out, codes, ROWS: tl.constexpr):
-    """A tile of [ROWS, 128] bytes, swizzled."""
+def store_tile(out, codes, ROWS: tl.constexpr, IMAGE: tl.constexpr):
+    """A tile of [ROWS, 128] bytes, for IMAGE swizzled."""
     row = tl.arange(0, ROWS)
     chunk = tl.arange(0, 8)
-    place = row[:, None] * 128 + ((chunk[None, :] ^ (row[:, None] & 7)) * 16)
+    place = row[:, None] * 128 + (chunk * 16)[None, :]
+    if IMAGE:
+        place = row[:, None] * 128 + ((chunk[None, :] ^ (row[:, None] & 7)) * 16)
     tl.store(out + place[:, :, None] + tl.arange(0, 16)[None, None, :], tl.reshape(codes, (ROWS, 8, 16)))
 
 
 @triton.jit(do_not_specialize=["heads", "tokens"])
 def quantize(
     x, out, numbers, mean, batch_stride, token_stride, head_stride, channel_stride, heads, tokens, scale,
-    KIND: tl.constexpr, ANCHORS: tl.constexpr, MEAN: tl.constexpr,
+    KIND: tl.constexpr, ANCHORS: tl.constexpr, MEAN: tl.constexpr, IMAGE: tl.constexpr,
 ):  # fmt: skip
     """One tile of 128 tokens of one head of x [B, S, H, 128].
 
@@ -66,7 +69,7 @@ def quantize(
     line = head * tiles + tile
     block = tl.arange(0, 4)
     place = tl.arange(0, 128)
-    if KIND == "v":
+    if KIND == "v" and IMAGE:
         place = (place & ~15) + ((place >> 2) & 3) * 2 + (place & 1) + ((place >> 1) & 1) * 8
     place += tile * 128
     token = place.to(tl.int64)
@@ -100,10 +103,10 @@ def quantize(
     codes = tl.reshape(to_e4m3(blocks * inverse), (128, 128))
     if KIND == "v":
         base = out + line * (136 * 128)
-        store_image(base, tl.trans(codes), 128)
+        store_tile(base, tl.trans(codes), 128, IMAGE)
         # 2^-behind: with it a row's sum of P counts what P is without V's exponents.
         ones = tl.broadcast_to(((7 - behind) << 3)[:, None], (4, 32))
         ones = tl.where(place < tokens, tl.reshape(ones, (128,)), 0).to(tl.uint8)
-        store_image(base + 128 * 128, tl.broadcast_to(ones[None, :], (8, 128)), 8)
+        store_tile(base + 128 * 128, tl.broadcast_to(ones[None, :], (8, 128)), 8, IMAGE)
     else:
-        store_image(out + line * (128 * 128), codes, 128)
+        store_tile(out + line * (128 * 128), codes, 128, IMAGE)

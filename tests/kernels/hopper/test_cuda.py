@@ -14,7 +14,7 @@ from hopper_images import images_of, quantized
 
 import wanfp4
 from wanfp4.kernels import dispatch, reference
-from wanfp4.kernels.hopper import backend
+from wanfp4.kernels.hopper import ada, backend
 from wanfp4.policy import policies
 
 pytestmark = [
@@ -195,3 +195,14 @@ def test_auto_is_fp8_here():
     from wanfp4.kernels.automatic import automatic
 
     assert automatic(torch.device("cuda")).policy.name == "fp8-direct"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_triton_kernel_agrees_with_the_reference(name, shape):
+    numerics = POLICIES[name]
+    q, k, v = on_gpu(*draw(*shape, batch=2, heads=3, seed=sum(shape)))
+    out, _ = ada.run(q, k, v, numerics, SCALE, True)
+    wanted = reference.attention(q, k, v.float(), numerics, scale=SCALE).out
+    own = rel_l2(wanted, exact(q, k, v))
+    assert rel_l2(out, wanted) < 0.12 * own + 0.002, (rel_l2(out, wanted), own)

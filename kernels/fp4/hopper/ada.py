@@ -1,0 +1,79 @@
+"""The backend "sm89": the numerics of "sm90" in Triton, for the FP8 tensor cores of Ada and of what came after it.
+
+Importing it imports no triton. With TRITON_INTERPRET=1, set before triton is imported, it runs on CPU tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from wanfp4.kernels import emulated
+from wanfp4.kernels.devices import no_gpu
+from wanfp4.kernels.hopper import backend as sm90
+from wanfp4.policy import Numerics
+
+CAPABILITY = (8, 9)
+_NEEDED_GPU = "a GPU of compute capability 8.9 or later (RTX 40, L4, L40S, H100, RTX 50)"
+
+
+def missing() -> str | None:
+    """Why this machine cannot run the kernels, or None. CUDA is not initialised for this: as long as nothing else has
+    done so, a GPU that is too old is not noticed here but by `refuses`."""
+    found = emulated.not_installed()
+    if found or emulated.interpreted():
+        return found
+    return no_gpu(_NEEDED_GPU, wrong_gpu)
+
+
+@functools.cache
+def wrong_gpu(index: int) -> str | None:
+    """Why CUDA device `index` cannot run the kernels, or None."""
+    capability = torch.cuda.get_device_capability(index)
+    if capability >= CAPABILITY:
+        return None
+    name = torch.cuda.get_device_name(index)
+    return f"{name} has compute capability {capability[0]}.{capability[1]}, and it needs {_NEEDED_GPU}"
+
+
+def refuses(numerics: Numerics, device: torch.device) -> str | None:
+    """Why the kernels do not compute these numerics on this device, or None."""
+    if not (device.type == "cpu" and emulated.interpreted()):
+        if device.type != "cuda":
+            return f"the tensors are on {device}, and it needs {_NEEDED_GPU}"
+        wrong = wrong_gpu(torch.cuda.current_device() if device.index is None else device.index)
+        if wrong:
+            return wrong
+    return sm90.limits(numerics)
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, numerics: Numerics, scale: float, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Queue an attention call that `sm90.limits` and `sm90.declines` have nothing against: out [B, Sq, H, 128] BF16
+    and lse [B, H, Sq] or None."""
+    if q.is_cuda:
+        with torch.cuda.device(q.device):
+            return _run(q, k, v, numerics, scale, return_lse)
+    return _run(q, k, v, numerics, scale, return_lse)
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, numerics: Numerics, scale: float, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    from wanfp4.kernels.hopper import ada_forward as kernels
+
+    batch, queries, heads, _ = q.shape
+    tiles = sm90.quantize(q, k, v, numerics, scale, image=False)
+    out = torch.empty(batch, queries, heads, sm90.TILE, dtype=torch.bfloat16, device=q.device)
+    lse = torch.empty(batch, heads, queries, device=q.device) if return_lse else None
+    rows = 128 if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9 else 64
+    kernels.forward[(batch * heads * -(-queries // rows),)](
+        tiles.q, tiles.k, tiles.v, tiles.octaves, tiles.meta, tiles.v_mean, out, lse, heads, queries, k.shape[1],
+        *out.stride()[:3], DIRECT=numerics.p == "fp8-direct", PEAK=math.log2(sm90.PEAK),
+        V_MEAN=tiles.v_mean is not None, LSE=return_lse, BM=rows, num_warps=rows // 16, num_stages=2,
+    )  # fmt: skip
+    return out, lse
