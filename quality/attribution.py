@@ -117,8 +117,11 @@ def _smooth_v(n: Numerics) -> tuple[dict[str, Any], str] | str:
 
 
 def _all_smoothing(n: Numerics) -> tuple[dict[str, Any], str] | str:
-    kept = n.smooth_k and n.smooth_v
-    return "K and V are smoothed already" if kept else ({"smooth_k": n.qk != "exact", "smooth_v": n.v != "exact"}, "")
+    if n.qk == "exact" or n.v == "exact":
+        return "K and V are not both rounded"
+    if n.smooth_k or n.smooth_v:
+        return "one of them is smoothed already"
+    return {"smooth_k": True, "smooth_v": True}, ""
 
 
 def _rowmax(n: Numerics) -> tuple[dict[str, Any], str] | str:
@@ -272,7 +275,7 @@ def sentence(overall: Mapping[str, Any]) -> str:
             sure = (
                 "one run, so without an interval"
                 if math.isnan(float(spread["high"]))
-                else f"95 % interval {_percent(spread['low'])} to {_percent(spread['high'])}"
+                else f"95\u00a0% interval {_percent(spread['low'])} to {_percent(spread['high'])}"
             )
             said.append(
                 f"The lever that helps most is {lever}: it takes the error of a call from {left(BASE):.3g} to "
@@ -284,7 +287,9 @@ def sentence(overall: Mapping[str, Any]) -> str:
             )
     if parts:
         part = min(parts, key=change)
-        said.append(f"most of the error comes from {_CAUSES[part]}: without it {left(part):.3g} would be left")
+        said.append(
+            f"the largest part of the error comes from {_CAUSES[part]}: without it {left(part):.3g} would be left"
+        )
     return "; ".join(said) + "." if said else NONE
 
 

@@ -83,9 +83,12 @@ def value(name: str, x: float | str | None, digits: int = 3) -> str:
         return "–"
     if not math.isfinite(float(x)):
         return "NaN" if math.isnan(float(x)) else "infinite"
-    if name in ("zero_codes", "clipped"):
-        return figure(100 * float(x), digits)
-    return cosine(x) if name == "cosine" else figure(x, digits)
+    if name == "cosine":
+        return cosine(x)
+    number = float(x) * (100 if name in ("zero_codes", "clipped") else 1)
+    if abs(number) >= 100 or number == 0:
+        return f"{number:.0f}"
+    return f"{number:#.{digits}g}".rstrip(".")  # with the zeros at the end, so that columns line up
 
 
 def spread(name: str, one: Mapping[str, Any] | None) -> str:
