@@ -72,7 +72,7 @@ def test_free_runs_and_policy_files(model, tmp_path):
         (("--backend", "sdpa"), 2, "backend 'sdpa' cannot run this"),
         (("--device", "abacus"), 2, "unknown device 'abacus'"),
         (("--prompts", "/nowhere/prompts.txt"), 2, "give --prompt or --prompts FILE, not both"),
-        (("--rows", "0"), 2, "0 is not in the range x>=1"),
+        (("--rows", "0"), 2, "Invalid value for '--rows'"),
         (("-o", "/proc/wanfp4"), 2, "cannot write into '/proc/wanfp4'"),
         (("--model", "/nowhere"), 2, "there is no folder '/nowhere'"),
     ],
