@@ -44,25 +44,25 @@ class Launched(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    """How the forward kernel is launched: queries and keys of a tile, warps, stages of its pipeline, whether tiles are
-    copied by the tensor memory accelerator, and whether warps are specialised: then there are three times as many, one
-    third to copy and two to compute with half of the queries each."""
+    """How the forward kernel is launched: queries and keys of a tile, warps, stages of its pipeline, and whether tiles
+    are copied by the tensor memory accelerator."""
 
     queries: int
     keys: int
     warps: int
     stages: int
     tma: bool = True
-    specialized: bool = False
 
 
 # The first is what runs; kernels/bench/attention.py times all. They are chosen once, not by timing at run time, so that
-# two runs give the same bytes. Where the running maximum counts, a tile is the 128 keys of the contract.
+# two runs give the same bytes. Where the running maximum counts, a tile is the 128 keys of the contract. Those of 64
+# queries are for two programs on a multiprocessor at a time, one computing products and the other codes: 113 KiB each.
 _DIRECT = (
     Config(128, 128, 8, 3),
     Config(128, 128, 8, 2),
     Config(128, 64, 8, 2),
-    Config(64, 128, 4, 3),
+    Config(64, 128, 4, 1),
+    Config(64, 64, 4, 3),
     Config(64, 64, 4, 2),
     Config(128, 128, 8, 3, tma=False),
 )
@@ -70,7 +70,8 @@ _ROWMAX = (
     Config(128, 128, 8, 3),
     Config(128, 128, 8, 2),
     Config(64, 128, 4, 3),
-    Config(64, 128, 4, 2),
+    Config(64, 128, 4, 1),
+    Config(64, 128, 4, 1, tma=False),
     Config(128, 128, 8, 3, tma=False),
 )
 # Without the accelerator, and within 99 KiB of shared memory, as all others from SM80 up have.
@@ -82,12 +83,7 @@ def configs(numerics: Numerics, capability: tuple[int, int] = (9, 0)) -> tuple[C
     """What the forward kernel of these numerics may be launched with, the default first."""
     if capability[0] not in (9, 10):
         return _SMALL_ROWMAX if numerics.row_reference == "rowmax" else _SMALL_DIRECT
-    if numerics.row_reference == "rowmax":
-        return _ROWMAX
-    if numerics.smooth_q or numerics.denominator == "exact":
-        # Where there is one loop, not one for each case, triton 3.6 finds no room for the first keys among its stages.
-        return tuple(config for config in _DIRECT if config.stages < 3)
-    return _DIRECT
+    return _ROWMAX if numerics.row_reference == "rowmax" else _DIRECT
 
 
 # Who takes what
@@ -368,7 +364,7 @@ def multiply(
             ROWMAX=n.row_reference == "rowmax", ANCHORS=anchors(meant), GUARDED=rounded.flag is not None,
             BIAS=bias is not None, V_MEAN=rounded.v_mean is not None, V_GAIN=rounded.v_gain is not None,
             LSE=return_lse, LSE_SHIFT=rounded.lse_shift is not None, BM=config.queries, BN=config.keys,
-            TMA=config.tma, SPECIALIZED=config.specialized, num_warps=config.warps, num_stages=config.stages,
+            TMA=config.tma, num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
     return out, lse
 
@@ -413,9 +409,10 @@ def _score_bias(rounded: Rounded, k: Tensor, numerics: Numerics, first: int, cou
 
     assert rounded.block_means is not None
     _, blocks, padded = bias.shape
-    kernels.score_bias[(count * -(-blocks // 16) * (padded // TILE),)](
+    keys = 64  # twice as many would not fit into registers
+    kernels.score_bias[(count * -(-blocks // 16) * (padded // keys),)](
         rounded.block_means, k, rounded.k_mean, bias, *_strides(k), k.shape[2], k.shape[1], padded, blocks, first,
-        ANCHORS=anchors(numerics), MEAN=rounded.k_mean is not None, T=TILE, num_warps=4,
+        ANCHORS=anchors(numerics), MEAN=rounded.k_mean is not None, T=keys, num_warps=4,
     )  # fmt: skip
 
 

@@ -13,9 +13,9 @@ The other formats of P take the row's maximum so far, or an anchor: then `bias` 
 row whose P would pass the format's largest is scaled down by whole octaves on the way.
 
 Two loops. Where the norms of Q and K say that no score of the program can pass, a fast loop takes all whole tiles, and
-the careful one, which masks and rescales, what is left. Else the careful loop takes all. Both are loops and nothing is
-an `if`, because triton 3.6 specialises warps only where there is no other branch, and because it then finds room for
-the first keys, the fast tiles and the careful ones in the same shared memory.
+the careful one, which masks and rescales, what is left. Else the careful loop takes all. Both are loops, and what is
+no loop is no `if` either: triton 3.6 gives the tiles of either branch shared memory of their own, and for a barrier in
+a branch the two warpgroups would have to meet.
 
 Everything is in octaves: `octaves` is what one unit of q·k counts for, the softmax scale times log2 e.
 """
@@ -262,7 +262,7 @@ def forward(
     P: tl.constexpr, CLASSIFIER: tl.constexpr, DENSITY: tl.constexpr, CLAMP: tl.constexpr, CODES: tl.constexpr,
     ROWMAX: tl.constexpr, ANCHORS: tl.constexpr, GUARDED: tl.constexpr, BIAS: tl.constexpr, V_MEAN: tl.constexpr,
     V_GAIN: tl.constexpr, LSE: tl.constexpr, LSE_SHIFT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    TMA: tl.constexpr, SPECIALIZED: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Attention of BM queries of one head.
 
@@ -325,7 +325,7 @@ def forward(
             highest = norm * (longest * octaves * 1.001) - reference + 1.0 + bias
             whole = tl.where(tl.max(highest, 0) > (CEILING if P == "mxfp4-direct" else largest), 0, whole)
     if ROWMAX or not BIAS:
-        for key in tl.range(0, bound(whole), BN, warp_specialize=SPECIALIZED):
+        for key in tl.range(0, bound(whole), BN):
             acc, total, reference, bias = step(
                 q, k_desc, v_desc, bias_row, acc, total, reference, bias, row, key, keys, octaves, peak, largest,
                 A, B, A2, B2, P, CLASSIFIER, DENSITY, CLAMP, CODES, ROWMAX, BIAS, False, BM, BN, TMA,

@@ -14,6 +14,7 @@ from wanfp4.kernels.emulated_rounding import (
     at_most,
     direct_amplitude,
     divided,
+    dot,
     e4m3_block_scale,
     e4m3_scale,
     fma,
@@ -323,8 +324,7 @@ def score_bias(
     if MEAN:
         key -= tl.load(k_mean + head * 128 + channel)[None, :]
     mean = tl.load(means + (head * blocks + block[:, None]) * 128 + channel[None, :], mask=(block < blocks)[:, None])
-    # A whole-precision product: a 128th of the work of the scores themselves.
-    product = tl.dot(mean, tl.trans(key), input_precision="tf32x3")
+    product = dot(mean, tl.trans(key))
     target = out + (local * blocks + block[:, None]) * padded + place[None, :]
     tl.store(target, product, mask=(block < blocks)[:, None])
 
@@ -350,13 +350,13 @@ def sample_logits(
         q + query[:, None] * q_token_stride + channel[None, :] * q_channel_stride,
         mask=(row < queries)[:, None],
         other=0.0,
-    ).to(tl.float32)
+    )
     columns = tl.load(
         k + key[:, None] * k_token_stride + channel[None, :] * k_channel_stride,
         mask=(column < keys)[:, None],
         other=0.0,
-    ).to(tl.float32)
-    size = tl.abs(tl.dot(rows, tl.trans(columns), input_precision="ieee")) * scale
+    )
+    size = tl.abs(dot(rows, tl.trans(columns))) * scale
     # Where there is no query or key, infinities of the other would meet zeros: NaN, which exceeds nothing.
     exceeds = tl.max(tl.max((size > limit).to(tl.int32), 1), 0)
     tl.atomic_max(flag, exceeds)

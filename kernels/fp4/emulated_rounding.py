@@ -149,11 +149,12 @@ def to_bf16(x):
 
 @triton.jit
 def dot(a, b):
-    """a · b in float32, of BF16 matrices. The interpreter has no arithmetic for BF16."""
+    """a · b in float32, of matrices in BF16, FP16, or float32: as three products in TF32, with about its precision. The
+    interpreter has no arithmetic for BF16."""
     if INTERPRET:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee")
+    return tl.dot(a, b, input_precision="tf32x3")
 
 
 @triton.jit
