@@ -6,6 +6,8 @@ the whole output; figures of logits and of P's codes are of a sample of query ro
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,8 +38,8 @@ ROWS = 64
 # are counted over so many tiles of 128 keys. Up to 2048 queries and 4096 keys these are all there are.
 QUERY_BLOCKS, KEY_TILES = 16, 32
 
-# Of each float32 temporary: 64 MiB.
-_ELEMENTS = 2**24
+# Elements of each float32 temporary: 128 MiB; on a CPU what its caches hold.
+_ELEMENTS, _CPU_ELEMENTS = 2**25, 2**18
 # Samples wait until they hold this much and are then evaluated together: on a GPU a small model's attention takes less
 # time than starting the many small kernels that its statistics need.
 _PENDING_BYTES = 64 * 2**20
@@ -83,6 +85,7 @@ class _Sample:
     own: Tensor
     numerics: Numerics
     scale: float
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class _Pending:
     ran: str
     batch: int
     sums: Tensor  # [4, H]: ⟨a, b⟩, ‖a‖², ‖b‖², ‖a − b‖²
-    sample: _Sample
+    sample: _Sample | None  # None once it is evaluated
 
 
 class Shadow:
@@ -102,8 +105,9 @@ class Shadow:
             unpatched run and nothing adds up. False: it goes on with the policy's.
     rows    sampled query rows of each call and head.
 
-    Memory: the pipeline's own output of one call, samples of at most 64 MiB (or of one call, if that is more: its keys
-    and values, once), temporaries of 64 MiB each, and the figures.
+    Memory: the pipeline's own output of one call, samples of less than 64 MiB (calls with more keys and values are
+    evaluated at once, where they stand), about ten temporaries of up to 128 MiB each, and the figures. Figures stay on
+    the device until `take`, so that no call waits for it.
     """
 
     def __init__(self, *, forced: bool = True, rows: int = ROWS) -> None:
@@ -111,27 +115,27 @@ class Shadow:
         self.rows = rows
         self._pending: list[_Pending] = []
         self._bytes = 0
-        self._records: list[Record] = []
+        self._done: list[tuple[_Pending, dict[str, Tensor]]] = []
 
     @torch.no_grad()
     def __call__(self, call: Call) -> Tensor | None:
         own = call.own()
         device = call.q.device
         with torch.autocast(device.type, enabled=False):
-            sample = _sample(call, own, self.rows)
+            sample = _sample(call, own, self.rows, copy=call.k.nbytes + call.v.nbytes < _PENDING_BYTES)
             place = Place(call.expert, call.site.blocks, call.site.layer, call.step or 0, call.branch)
             sums = _error_sums(call.out, own)
             self._pending.append(_Pending(place, call.sigma, call.ran.name, len(call.q), sums, sample))
             self._bytes += sum(t.nbytes for t in (sample.q, sample.k, sample.v, sample.own))
-            if self._bytes >= _PENDING_BYTES:
-                self._flush()
+        if self._bytes >= _PENDING_BYTES:
+            self._flush()
         return own if self.forced else None
 
     def take(self) -> list[Record]:
         """The records since the last `take`, in the order of the calls."""
         self._flush()
-        taken, self._records = self._records, []
-        return taken
+        done, self._done = self._done, []
+        return [_record(one, statistics) for one, statistics in done]
 
     @torch.no_grad()
     def _flush(self) -> None:
@@ -139,14 +143,14 @@ class Shadow:
         groups: dict[object, list[int]] = {}
         for i, one in enumerate(pending):
             s = one.sample
-            groups.setdefault((s.numerics, s.q.shape, s.k.shape, s.scale, s.q.dtype, s.q.device), []).append(i)
-        done: dict[int, Record] = {}
+            assert s is not None
+            groups.setdefault((s.numerics, s.tokens, s.k.shape, s.scale, s.q.dtype, s.q.device), []).append(i)
+        done: dict[int, dict[str, Tensor]] = {}
         for members in groups.values():
-            together = [pending[i] for i in members]
-            values = _statistics([one.sample for one in together], self.rows)
-            for i, one, statistics in zip(members, together, values, strict=True):
-                done[i] = _record(one, statistics)
-        self._records += [done[i] for i in range(len(pending))]
+            samples = [sample for i in members if (sample := pending[i].sample) is not None]
+            with torch.autocast(samples[0].q.device.type, enabled=False):
+                done.update(zip(members, _statistics(samples, self.rows), strict=True))
+        self._done += [(dataclasses.replace(one, sample=None), done[i]) for i, one in enumerate(pending)]
 
 
 def spaced(count: int, of: int) -> list[int]:
@@ -176,14 +180,28 @@ def _error_sums(out: Tensor, own: Tensor) -> Tensor:
     return sums
 
 
-def _sample(call: Call, own: Tensor, rows: int) -> _Sample:
-    tokens = query_blocks(call.q.shape[1], QUERY_BLOCKS)
-    index = torch.tensor(tokens, device=call.q.device)
-    sampled = index[spaced(rows, len(tokens))]
+@functools.lru_cache(maxsize=32)
+def _indices(tokens: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens of the query blocks, and where the sampled rows are among them. Kept: making them waits for the device."""
+    blocks = query_blocks(tokens, QUERY_BLOCKS)
+    return torch.tensor(blocks, device=device), torch.tensor(spaced(rows, len(blocks)), device=device)
+
+
+@functools.lru_cache(maxsize=32)
+def _key_indices(keys: int, device: torch.device) -> Tensor:
+    tile = reference.TILE
+    chosen = spaced(KEY_TILES, -(-keys // tile))
+    return torch.tensor([k for t in chosen for k in range(t * tile, min((t + 1) * tile, keys))], device=device)
+
+
+def _sample(call: Call, own: Tensor, rows: int, *, copy: bool) -> _Sample:
+    index, among = _indices(call.q.shape[1], rows, call.q.device)
+    sampled = index[among]
 
     def folded(t: Tensor) -> Tensor:
-        # A copy in any case: the model may write its next values where these stand.
-        return t.transpose(1, 2).clone(memory_format=torch.contiguous_format).flatten(0, 1)
+        t = t.transpose(1, 2)
+        # A sample that waits must be a copy: the model may write its next values where the call's stand.
+        return (t.clone(memory_format=torch.contiguous_format) if copy else t).flatten(0, 1)
 
     return _Sample(
         folded(call.q.index_select(1, index)),
@@ -192,22 +210,28 @@ def _sample(call: Call, own: Tensor, rows: int) -> _Sample:
         folded(own.index_select(1, sampled)),
         call.numerics,
         1 / math.sqrt(call.q.shape[-1]),
+        call.q.shape[1],
     )
 
 
 def _statistics(samples: Sequence[_Sample], rows: int) -> list[dict[str, Tensor]]:
-    """Figures of each sample, [B·H] on the CPU in float64; all samples have the same shapes and numerics."""
+    """Figures of each sample, [B·H] float32; all samples have the same shapes and numerics."""
     first = samples[0]
-    q, k, v, own = (torch.cat([getattr(s, name) for s in samples]) for name in ("q", "k", "v", "own"))
-    index = torch.tensor(spaced(rows, q.shape[1]), device=q.device)
-    step = max(1, _ELEMENTS // (len(index) * k.shape[1]))
+    q, k, v, own = (
+        torch.cat([getattr(s, name) for s in samples]) if len(samples) > 1 else getattr(first, name)
+        for name in ("q", "k", "v", "own")
+    )
+    index = _indices(first.tokens, rows, q.device)[1]
+    limit = _CPU_ELEMENTS if q.device.type == "cpu" else _ELEMENTS
+    rounded = (q.shape[1] + min(k.shape[1], KEY_TILES * reference.TILE)) * q.shape[2]
+    step = max(1, limit // max(len(index) * k.shape[1], rounded))
     chunks = [
         _head_statistics(
             q[h : h + step], index, k[h : h + step], v[h : h + step], own[h : h + step], first.numerics, first.scale
         )
         for h in range(0, len(q), step)
     ]
-    table = torch.cat(chunks, 1).to("cpu", torch.float64)
+    table = torch.cat(chunks, 1)
     names = ("error", "size", "zero_codes", "clipped", "largest_logit", "variance", "entropy")
     each = len(first.q)
     return [{name: table[j, i * each : (i + 1) * each] for j, name in enumerate(names)} for i in range(len(samples))]
@@ -227,9 +251,9 @@ def _head_statistics(
     total = p.sum(-1, keepdim=True)
     p /= total
     exact = p @ v.float()
-    centred = z - z.mean(-1, keepdim=True)
     # −Σ p·ln p with ln p = (z − top) − ln total
     entropy = total.log().squeeze(-1) - (p * (z - top)).sum(-1)
+    del p  # the codes' temporaries are as large
     zeros, clipped = code_shares(z, q, rows, k, numerics, scale)
     return torch.stack(
         [
@@ -238,7 +262,7 @@ def _head_statistics(
             zeros,
             clipped,
             z.abs().amax((1, 2)),
-            centred.square().mean((1, 2)),
+            z.var(-1, correction=0).mean(1),
             entropy.mean(-1),
         ]
     )
@@ -263,10 +287,7 @@ def code_shares(
         mean = k.mean(1, keepdim=True)
         k, z = k - mean, z - q[:, rows] @ mean.transpose(1, 2) * scale
     tile, count = reference.TILE, k.shape[1]
-    keys = torch.tensor(
-        [key for t in spaced(KEY_TILES, -(-count // tile)) for key in range(t * tile, min((t + 1) * tile, count))],
-        device=k.device,
-    )
+    keys = _key_indices(count, k.device)
     if numerics.qk != "exact":
         z = z.index_copy(-1, keys, _rounded_logits(q, rows, k[:, keys], numerics, scale))
     m = reference.row_reference(z, numerics, scale)
@@ -296,16 +317,22 @@ def _rounded_logits(q: Tensor, rows: Tensor, k: Tensor, numerics: Numerics, scal
         smooth_q=numerics.smooth_q,
         global_scale=numerics.global_scale and numerics.qk.startswith("nvfp4"),
     )
-    q4, k4 = (t.transpose(0, 1).unsqueeze(0) for t in (q, k))
-    operands = reference.prepare(q4, k4, k4, rounding, scale)
-    # `logits` indexes with whatever selects rows.
-    return reference.logits(operands, slice(None), cast(slice, rows))
+    k4 = k.transpose(0, 1).unsqueeze(0)
+    if rounding.smooth_q or rounding.global_scale or rounding.qk == "mxfp8-token-block":
+        operands = reference.prepare(q.transpose(0, 1).unsqueeze(0), k4, k4, rounding, scale)
+        # `logits` indexes with whatever selects rows.
+        return reference.logits(operands, slice(None), cast(slice, rows))
+    # Each token is rounded by itself: queries and keys together take half as many kernels.
+    both = torch.cat((q[:, rows].transpose(0, 1).unsqueeze(0), k4), 1)
+    operands = reference.prepare(both[:, :1], both, both[:, :1], rounding, scale)
+    q, k = operands.k.split((len(rows), k.shape[1]), 1)
+    return q @ k.transpose(1, 2) * operands.qk_scale
 
 
 def _record(one: _Pending, statistics: dict[str, Tensor]) -> Record:
     """Figures of one call. Errors add up over batch and heads, shares and moments are means, maxima are maxima."""
     sums = one.sums.to("cpu", torch.float64)
-    s = {name: value.unflatten(0, (one.batch, -1)) for name, value in statistics.items()}  # [B, H]
+    s = {name: t.to("cpu", torch.float64).unflatten(0, (one.batch, -1)) for name, t in statistics.items()}  # [B, H]
     size = s["size"].sum(0)
     floor = {"error": s["error"].sum(0), "size": size}
 
