@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from wanfp4.kernels.dispatch import attention
     from wanfp4.processors.patch import patch
     from wanfp4.quality.drift import drift
+    from wanfp4.quality.maps import attention_map
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Rule",
     "Wanfp4Error",
     "attention",
+    "attention_map",
     "drift",
     "patch",
     "policies",
@@ -38,6 +40,7 @@ _LAZY = {
     "attention": "wanfp4.kernels.dispatch",
     "patch": "wanfp4.processors.patch",
     "drift": "wanfp4.quality.drift",
+    "attention_map": "wanfp4.quality.maps",
 }
 
 
