@@ -51,6 +51,18 @@ def block_max(s, BM: tl.constexpr, BN: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
+def row_max(s, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Largest score of every row, in the layout that `step` has it in, or the loop would shuffle it among threads."""
+    if P == "nvfp4":
+        top = tl.max(block_max(s, BM, BN, 16), 1)
+    elif P == "mxfp4-direct" or P == "mxfp8":
+        top = tl.max(block_max(s, BM, BN, 32), 1)
+    else:
+        top = tl.max(s, 1)
+    return top
+
+
+@triton.jit
 def exponents(tops, octaves, reference):
     """e of Direct-P blocks with these largest scores, whole numbers in float32."""
     g = tops * octaves - reference
@@ -298,10 +310,10 @@ def forward(
         top = anchor
         for key in tl.range(0, bound(tl.minimum(keys, ANCHORS if ANCHORS > BN else BN)), BN, num_stages=1):
             s = scores(q, k_desc, bias_row, row, key, keys, BIAS, True, BN, TMA)
-            top = tl.maximum(top, tl.max(s, 1))
+            top = tl.maximum(top, row_max(s, P, BM, BN))
             if ANCHORS > 0 and ANCHORS < BN:
                 s = tl.where((tl.arange(0, BN) < ANCHORS)[None, :], s, float("-inf"))
-            anchor = tl.maximum(anchor, tl.max(s, 1))
+            anchor = tl.maximum(anchor, row_max(s, P, BM, BN))
         if ANCHORS > 0:
             reference = anchor * octaves + margin
             if GUARDED:
