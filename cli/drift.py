@@ -58,8 +58,8 @@ def drift(
             "--budget",
             metavar="[METRIC=]LIMIT",
             help="Exit with 3 when a policy exceeds it; repeat it for several. "
-            "Metrics: velocity (meant by a number alone), velocity-median, floor-ratio, latent, latent-frame, psnr, "
-            "ssim, flicker, black-frames, nan-frames.",
+            "Metrics: velocity (meant by a number alone), velocity-median, velocity-mean, floor-ratio, latent, "
+            "latent-frame, psnr, ssim, flicker, black-frames, nan-frames.",
         ),
     ] = None,
     task: Annotated[

@@ -18,6 +18,7 @@ from wanfp4.cli.generate import generate
 from wanfp4.cli.inspect import inspect
 from wanfp4.cli.map import attention_map
 from wanfp4.cli.policies import app as policies_app
+from wanfp4.cli.search import search
 from wanfp4.cli.verify import verify
 
 app = typer.Typer(
@@ -50,6 +51,7 @@ def _root(
 app.command()(generate)
 app.command()(drift)
 app.command("map")(attention_map)
+app.command()(search)
 app.command()(decode)
 app.add_typer(policies_app, name="policies")
 app.command()(doctor)

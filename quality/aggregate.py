@@ -67,9 +67,11 @@ def summary(runs: Sequence[Mapping[str, Any]], floor: Mapping[str, Any] | None =
     worst, last = _worst(velocity["median"]), len(velocity["median"])
     frames = _final_frames(runs)
     typical = spread_of([spread_of(run["teacher_forced"]["velocity"]["rel_l2"])["median"] for run in runs])
+    mean = [sum(float(v) for v in run["teacher_forced"]["velocity"]["rel_l2"]) / last for run in runs]
     result: Json = {
         "runs": len(runs),
         "velocity": typical,
+        "velocity_mean": spread_of(mean),
         "velocity_worst": {"step": worst + 1, **{k: v[worst] for k, v in velocity.items()}},
         "after": [_after(runs, at) for at in sorted({min(c, last) for c in (*CHECKPOINTS, last)})],
         "latent_frames": frames,

@@ -56,6 +56,13 @@ _ALL = (
         lambda s: float(s["velocity"]["median"]),
     ),
     Metric(
+        "velocity-mean",
+        "teacher-forced velocity, relative L2: the mean over a run's steps, median over prompts and seeds",
+        "",
+        False,
+        lambda s: float(s["velocity_mean"]["median"]),
+    ),
+    Metric(
         "floor-ratio",
         "velocity-median divided by the noise floor's",
         "×",

@@ -65,6 +65,49 @@ def step_chart(curves: Sequence[Curve], steps: Sequence[Mapping[str, Any]], ylab
     return _inline(buffer.getvalue(), description)
 
 
+@dataclass(frozen=True)
+class Dot:
+    """A point of a scatter; `index` picks colour, shape and the legend's text."""
+
+    x: float
+    y: float
+    index: int
+
+
+def scatter_chart(dots: Sequence[Dot], legend: Sequence[str], xlabel: str, ylabel: str, description: str) -> str:
+    """An <svg> of points around the line where both are equal; `description` is read to those who cannot see it."""
+    with mpl.rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
+        figure = Figure(figsize=(5.0, 4.2), layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.add_subplot()
+        top = 1.08 * max((v for dot in dots for v in (dot.x, dot.y)), default=1.0) or 1.0
+        axes.plot([0, top], [0, top], color=_FLOOR, linewidth=1, linestyle=(0, (4, 3)))
+        for index, text in enumerate(legend):
+            chosen = [dot for dot in dots if dot.index == index]
+            if chosen:
+                axes.scatter(
+                    [dot.x for dot in chosen],
+                    [dot.y for dot in chosen],
+                    s=30,
+                    marker="os^D"[index % 4],
+                    color=f"#fe00{index % SERIES_COLOURS:02x}",
+                    label=text,
+                )
+        axes.set_xlim(0, top)
+        axes.set_ylim(0, top)
+        axes.set_xlabel(xlabel, color=_TEXT)
+        axes.set_ylabel(ylabel, color=_TEXT)
+        axes.tick_params(color=_GRID, labelcolor=_TEXT, labelsize=9)
+        for name, spine in axes.spines.items():
+            spine.set_color(_GRID)
+            spine.set_visible(name in ("left", "bottom"))
+        axes.grid(True, color=_GRID, linewidth=0.6)
+        axes.legend(loc="upper left", frameon=False, labelcolor=_TEXT, fontsize=9)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True)
+    return _inline(buffer.getvalue(), description)
+
+
 def _drawable(values: Sequence[float]) -> list[float]:
     return [v if math.isfinite(v) and v > 0 else math.nan for v in values]
 
