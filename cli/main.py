@@ -10,6 +10,7 @@ import typer
 
 import wanfp4
 from wanfp4.cli.bench import bench
+from wanfp4.cli.calibrate import app as calibrate_app
 from wanfp4.cli.common import Commands
 from wanfp4.cli.decode import decode
 from wanfp4.cli.doctor import doctor
@@ -52,6 +53,7 @@ app.command()(generate)
 app.command()(drift)
 app.command("map")(attention_map)
 app.command()(search)
+app.add_typer(calibrate_app, name="calibrate")
 app.command()(decode)
 app.add_typer(policies_app, name="policies")
 app.command()(doctor)
