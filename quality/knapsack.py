@@ -16,7 +16,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
-# Costs are counted in whole parts of the largest total, so that equal sums are equal whatever their order.
+# Sums that differ by less than this part of the largest total are equal: floats depend on the order of adding.
 PARTS = 10**9
 # Beyond this many points, points of nearly equal cost are thinned to the best of them.
 MOST_POINTS = 20_000
@@ -57,24 +57,24 @@ def frontier(costs: Sequence[Sequence[float]], damages: Sequence[Sequence[float]
     if not all(np.isfinite(d).any() and not (d < 0).any() for _, d in cells):
         raise ValueError("every cell needs a choice of finite damage, and no damage may be negative")
     unit = sum(float(c.max()) for c, _ in cells) / PARTS or 1.0
-    parts: Integers = np.zeros(1, np.int64)
+    least = sum(float(d[np.isfinite(d)].max()) for _, d in cells) / PARTS
+    total: Floats = np.zeros(1)
     damage: Floats = np.zeros(1)
     chosen: npt.NDArray[np.int16] = np.zeros((1, 0), np.int16)
     exact = True
     for cost, harm in cells:
         usable = np.flatnonzero(np.isfinite(harm))
-        all_parts = np.add.outer(parts, np.rint(cost[usable] / unit).astype(np.int64)).ravel()
+        all_costs = np.add.outer(total, cost[usable]).ravel()
         all_damage = np.add.outer(damage, harm[usable]).ravel()
-        order = np.lexsort((all_damage, all_parts))
+        parts: Integers = np.rint(all_costs / unit).astype(np.int64)
+        order = np.lexsort((all_damage, parts))
         best = np.minimum.accumulate(all_damage[order])
-        kept = order[np.concatenate(([True], best[1:] < best[:-1]))]
+        kept = order[np.concatenate(([True], best[1:] < best[:-1] - least))]
         if len(kept) > MOST_POINTS:
             exact = False
-            bucket = all_parts[kept] // max(1, int(all_parts[kept[-1]] - all_parts[kept[0]]) // MOST_POINTS)
+            bucket = parts[kept] // max(1, int(parts[kept[-1]] - parts[kept[0]]) // MOST_POINTS)
             kept = kept[np.concatenate((bucket[1:] != bucket[:-1], [True]))]
-        parts, damage = all_parts[kept], all_damage[kept]
+        total, damage = all_costs[kept], all_damage[kept]
         choice = usable[kept % len(usable)].astype(np.int16)
         chosen = np.column_stack((chosen[kept // len(usable)], choice))
-    index = np.arange(len(cells))
-    cost_of = np.array([[c[j] for (c, _), j in zip(cells, row, strict=True)] for row in chosen]).reshape(-1, len(index))
-    return Frontier(cost_of.sum(axis=1), damage, exact, chosen)
+    return Frontier(total, damage, exact, chosen)

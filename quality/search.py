@@ -226,6 +226,7 @@ def search(
     with contextlib.nullcontext() if folder is None else output_folder(folder) as place:
         if place is not None and not force:
             _take_over(place, state)
+        before = list(state["measured"])
         try:
             with (
                 shifted(pipe, plan.settings.shift),
@@ -247,7 +248,7 @@ def search(
                 job = _Job(runs, grid, backend, pairs, held_out, bins, checks, rounds, report)
                 job.run(targets)
         except BaseException:
-            if place is not None and state["measured"]:
+            if place is not None and state["measured"] != before:  # otherwise what is there is at least as good
                 report.save(place)
                 log.warning("stopped early: what has finished is in %s; the same search goes on from it", place)
             raise

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wanfp4.quality.aggregate import Json
-from wanfp4.quality.pages import environment, figure, percent
+from wanfp4.quality.pages import count, environment, figure, percent
 from wanfp4.quality.plots import Dot, scatter_chart
 
 KINDS = {
@@ -52,8 +52,8 @@ def reading(result: Mapping[str, Any], data: Json) -> str:
             return f"{result['text']}: no policy but BF16 is predicted to keep it."
         closest = min(result["rounds"], key=lambda one: _worse(one["measured"]))
         return (
-            f"{result['text']}: no policy was verified to keep it in {len(result['rounds'])} rounds; the closest had "
-            f"{figure(closest['measured'])}."
+            f"{result['text']}: no policy was verified to keep it in {count(len(result['rounds']), 'round')}; the "
+            f"closest had {figure(closest['measured'])}."
         )
     row = result["searched"]
     text = (

@@ -1,0 +1,99 @@
+"""`wanfp4 search`: what it writes, how it ends, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from wanfp4.policy import get_policy
+from wanfp4.quality.search_report import SearchReport
+
+QUICK = ("--seeds", "0", "--checks", "0", "--bins", "2", "--device", "cpu", "--policies", "wan-fast")
+
+
+def test_a_policy_that_goes_on_from_and_runs_everywhere(run, tiny_model):
+    command = ("search", "--share", "0.5", "--model", tiny_model, *QUICK, "-o", "found")
+    result = run(*command)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[0] == "found/policy.json"
+    assert "at least 50 % of attention in 4 bits" in result.stdout
+    report = SearchReport.load("found")
+    assert report.passed
+    assert report.data["model"]["model"] == str(tiny_model)
+    assert get_policy("found/policy.json").to_dict() == report.data["results"][0]["policy"]
+    made = run(
+        "generate",
+        "a red circle",
+        "--model",
+        tiny_model,
+        "--policy",
+        "found/policy.json",
+        "--device",
+        "cpu",
+        "-o",
+        "a.mp4",
+    )
+    assert made.exit_code == 0, made.output
+
+    again = run(*command)
+    assert again.exit_code == 0, again.output
+    assert SearchReport.load("found").data["results"] == report.data["results"]
+
+    # Another target in the same folder: what was measured is used, and no policy keeps it.
+    strict = run("search", "--budget", "1e-9", "--model", tiny_model, *QUICK, "-o", "found")
+    assert strict.exit_code == 3, strict.output
+    assert "no policy but BF16" in strict.stdout
+    assert not SearchReport.load("found").passed
+    assert not Path("found/policy.json").exists()
+
+    other = run("search", "--share", "0.5", "--model", tiny_model, *QUICK, "--guidance", "2", "-o", "found")
+    assert other.exit_code == 2
+    assert "another settings" in other.stderr
+    forced = run("search", "--share", "0.5", "--model", tiny_model, *QUICK, "--guidance", "2", "-o", "found", "--force")
+    assert forced.exit_code == 0, forced.output
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "a search needs a target"),
+        (("--budget", "psnr=20"), "a search can aim at velocity and velocity-mean"),
+        (("--budget", "fast"), "must be METRIC=LIMIT"),
+        (("--budget", "0"), "must be above 0"),
+        (("--share", "1.2"), "above 0 and at most 1"),
+        (("--share", "0.5", "--policies", "fp8-direct"), "out of reach: the candidates have at most 0 %"),
+        (("--share", "0.5", "--policies", "bf16"), "rounds nothing"),
+        (("--share", "0.5", "--policies", "slow"), "unknown policy 'slow'"),
+        (("--share", "0.5", "--policies", "wan-fast,direct-p-fast"), "different guard"),
+        (("--share", "0.5", "--groups", "3"), "from 1 to 2"),
+        (("--share", "0.5", "--bins", "0"), "bins must be a whole number from 1"),
+        (("--share", "0.5", "--rounds", "0"), "rounds must be a whole number from 1"),
+        (("--share", "0.5", "--checks", "-1"), "checks must be a whole number from 0"),
+        (("--share", "0.5", "--seeds", "3", "--verify-seeds", "3"), "judged by what it was made from"),
+        (("--share", "0.5", "--seeds", "x"), "whole numbers separated by commas"),
+        (("--share", "0.5", "--times", "none.json"), "cannot read times from 'none.json'"),
+        (("--share", "0.5", "--verify-prompts", "none.txt"), "cannot read prompts from 'none.txt'"),
+        (("--share", "0.5", "--backend", "none"), "'none'"),
+        (("--share", "0.5", "--steps", "0"), "steps must be"),
+    ],
+)
+def test_usage_errors(refused, tiny_model, options, said):
+    assert said in refused("search", "--model", tiny_model, "--device", "cpu", *options)
+
+
+def test_costs_from_a_bench(run, tiny_model, caplog):
+    times = {"wan-fast": {"median": 1.0}, "sdpa": {"median": 0.5}}
+    row = {"tokens": 105, "heads": 2, "times": times}
+    Path("bench.json").write_text(
+        json.dumps({"kind": "wanfp4 bench", "machine": {"name": "a CPU"}, "attention": [row]})
+    )
+    result = run("search", "--budget", "1", "--times", "bench.json", "--model", tiny_model, *QUICK)
+    assert result.exit_code == 3, result.output  # slower than BF16, so BF16 is the fastest
+    assert "no faster than BF16" in caplog.text
+    assert SearchReport.load("policy-search").data["candidates"][0]["time"] == 2
+
+
+def test_help_teaches(run):
+    text = run("search", "--help").stdout
+    for part in ("--budget", "--share", "policy-search/policy.json", "Exit code 3", "goes"):
+        assert part in text
