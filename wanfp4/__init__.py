@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from wanfp4.processors.patch import patch
     from wanfp4.quality.drift import drift
     from wanfp4.quality.maps import attention_map
+    from wanfp4.quality.search import search
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "drift",
     "patch",
     "policies",
+    "search",
 ]
 
 _LAZY = {
@@ -41,6 +43,7 @@ _LAZY = {
     "patch": "wanfp4.processors.patch",
     "drift": "wanfp4.quality.drift",
     "attention_map": "wanfp4.quality.maps",
+    "search": "wanfp4.quality.search",
 }
 
 
