@@ -56,7 +56,6 @@ class Backend:
     refuses   None when it takes these numerics on this device, else a sentence.
     declines  None when it takes these tensors with this guard and scale, too, else a sentence.
     native    True when it runs numerics on hardware made for their formats; emulation brings no speed.
-    by_name   True when it runs only if named: nobody has seen it on hardware yet.
     """
 
     name: str
@@ -66,7 +65,6 @@ class Backend:
     refuses: Callable[[Numerics, torch.device], str | None]
     run: Callable[[Tensor, Tensor, Tensor, Numerics, Guard | None, float, bool], Outcome]
     declines: Callable[[Tensor, Tensor, Tensor, Numerics, Guard | None, float, bool], str | None] = _takes_all
-    by_name: bool = False
 
     def why_not(self, numerics: Numerics, device: torch.device) -> str | None:
         return self.missing() or self.refuses(numerics, device)
@@ -169,7 +167,6 @@ _BACKENDS = (
         emulated.refuses,
         _triton,
         emulated.declines,
-        by_name=True,
     ),
     Backend(
         "reference",
@@ -194,8 +191,8 @@ def select(
     *,
     call: tuple[Tensor, Tensor, Tensor, Numerics, Guard | None, float, bool] | None = None,
 ) -> Backend:
-    """The fastest backend that can run `numerics` on `device`, but for those taken only by name, or the named one; with
-    `call`, what `Backend.run` would get, the fastest that takes that call, too.
+    """The fastest backend that can run `numerics` on `device`, or the named one; with `call`, what `Backend.run` would
+    get, the fastest that takes that call, too.
 
     Raises BackendError with every backend's reason when none, or not the named one, can; UnsupportedInputError when the
     named one can, but does not take the call.
@@ -214,9 +211,8 @@ def select(
     reasons = []
     for candidate in known.values():
         why = candidate.why_not(numerics, device) or (candidate.declines(*call) if call is not None else None)
-        if why is None and not candidate.by_name:
+        if why is None:
             return candidate
-        why = why or f"it is only taken by name, backend={candidate.name!r}"
         reasons.append(f"{candidate.name}: {why}")
     raise BackendError(f"no backend can run {numerics.label} on {device.type}; " + "; ".join(reasons))
 

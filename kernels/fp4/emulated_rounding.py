@@ -1,9 +1,10 @@
 """Rounding in registers for the Triton kernels: E2M1, E4M3, powers of two, BF16. Importing it imports triton.
 
 `(x + g) - g` rounds x ≥ 0 to multiples of g's unit in the last place, to nearest, ties to even. With g = 2^22·x that is
-half the power of two at or below x, E2M1's spacing; with 2^20·x an eighth of it, E4M3's. g has a lower bound where the
-format's spacing has one, so a whole rounding is a product, a maximum and two additions. g's last bit is 0 wherever x
-lies halfway, so ties fall as they should. In units of a power of two α, x·α rounds to α times the rounded x.
+half the power of two at or below x, E2M1's spacing; with 2^20 times the power of two an eighth of it, E4M3's. g has a
+lower bound where the format's spacing has one, so a whole rounding is a product, a maximum and two additions. g's last
+bit is 0 wherever x lies halfway, so ties fall as they should. In units of a power of two α, x·α rounds to α times the
+rounded x.
 """
 
 import triton
@@ -16,7 +17,8 @@ INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
 @triton.jit
 def round_e2m1(x, unit, POSITIVE: tl.constexpr):
     """unit · E2M1(max(x / unit, 0)) for a power of two `unit`, without saturation: right below 7·unit. NaN stays.
-    POSITIVE: x ≥ 0 anyway."""
+    POSITIVE: x ≥ 0 anyway. Within three units in the last place below 2 and 4 it may be a step off, where x + g has
+    passed into the next binade: one value in ten million, and none that BF16 numbers divided by their scale can be."""
     grid = tl.maximum(x * 4194304.0, unit * 4194304.0)
     rounded = (x + grid) - grid
     return rounded if POSITIVE else tl.maximum(rounded, 0.0, propagate_nan=_ALL)
@@ -24,8 +26,13 @@ def round_e2m1(x, unit, POSITIVE: tl.constexpr):
 
 @triton.jit
 def round_e4m3(x, unit):
-    """unit · E4M3(x / unit) for x ≥ 0, a power of two `unit`, without saturation: right below 464·unit. NaN stays."""
-    grid = tl.maximum(x * 1048576.0, unit * 16384.0)
+    """unit · E4M3(x / unit) for x ≥ 0, a power of two `unit`, without saturation: right below 464·unit. NaN stays.
+
+    Its g is 1.5 · 2^20 times the power of two below x: with x itself in that place, x + g passes into a binade of half
+    the precision where x is within 2^-20 of the next power of two, as a row's largest probability always is.
+    """
+    power = (x.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    grid = tl.maximum(power * 1572864.0, unit * 24576.0)
     return (x + grid) - grid
 
 

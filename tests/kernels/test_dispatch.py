@@ -50,16 +50,13 @@ def test_fastest_that_can_run_is_taken():
     assert dispatch.select(EXACT, cpu, "reference").name == "reference"
 
 
-def test_what_nobody_has_seen_on_hardware_is_taken_by_name_only(monkeypatch):
-    ready = [dataclasses.replace(b, missing=lambda: None) for b in dispatch.backends()]
-    ready = [dataclasses.replace(b, refuses=lambda *_: None) if b.by_name else b for b in ready]
+def test_emulation_on_the_gpu_comes_before_the_reference(monkeypatch):
+    ready = [
+        dataclasses.replace(b, missing=lambda: None, refuses=lambda *_: None) if b.name == "triton" else b
+        for b in dispatch.backends()
+    ]
     monkeypatch.setattr(dispatch, "_BACKENDS", tuple(ready))
-    numerics, cpu = policies()["wan-fast"].numerics, torch.device("cpu")
-    assert dispatch.select(numerics, cpu).name == "reference"
-    assert dispatch.select(numerics, cpu, "triton").name == "triton"
-    monkeypatch.setattr(dispatch, "_BACKENDS", tuple(b for b in ready if b.name != "reference"))
-    with pytest.raises(BackendError, match="triton: it is only taken by name, backend='triton'"):
-        dispatch.select(numerics, cpu)
+    assert dispatch.select(policies()["wan-fast"].numerics, torch.device("cpu")).name == "triton"
 
 
 def test_named_backend_runs_or_says_why_not():

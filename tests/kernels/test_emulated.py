@@ -8,7 +8,7 @@ import torch
 from emulated_cases import ALL, EXTRA, FAST, POLICIES, SCALE, UNFOLDED, check, draw, rel_l2
 from interpreter import Interpreter
 
-from wanfp4.kernels import dispatch, emulated, reference
+from wanfp4.kernels import dispatch, emulated, formats, reference
 from wanfp4.policy import Guard, Numerics, policies
 
 
@@ -77,12 +77,21 @@ def test_operands_are_bit_for_bit_those_of_the_reference(interpreter, name):
 
 
 def test_quotients_are_those_of_ieee_division(interpreter):
-    x, scale = interpreter.call("emulated_division:cases")
+    x, scale = interpreter.call("emulated_arithmetic:cases")
     assert x.numel() > 400_000
-    assert torch.equal(interpreter.call("emulated_division:quotients", x, scale), x / scale)
+    assert torch.equal(interpreter.call("emulated_arithmetic:quotients", x, scale), x / scale)
     zeros = torch.zeros(3)
     assert torch.equal(
-        interpreter.call("emulated_division:quotients", torch.tensor([0.0, 1.0, 2.0**100]), zeros), zeros
+        interpreter.call("emulated_arithmetic:quotients", torch.tensor([0.0, 1.0, 2.0**100]), zeros), zeros
+    )
+
+
+@pytest.mark.parametrize("unit", [1.0, 2.0**-20, 2.0**15])
+def test_e4m3_is_rounded_as_formats_does_it(interpreter, unit):
+    """Also next to powers of two, where a row's largest probability is."""
+    x = interpreter.call("emulated_arithmetic:numbers")
+    assert torch.equal(
+        interpreter.call("emulated_arithmetic:rounded_e4m3", x * unit, unit), formats.round_e4m3(x) * unit
     )
 
 

@@ -4,8 +4,8 @@ Importing it imports triton."""
 import triton
 import triton.language as tl
 
-from wanfp4.kernels.emulated_rounding import INTERPRET, bound, to_bf16
-from wanfp4.kernels.hopper.quantize import to_e4m3
+from wanfp4.kernels.emulated_rounding import INTERPRET, at_most, bound, round_e4m3, to_bf16
+from wanfp4.kernels.hopper.quantize import e4m3_byte
 
 TILE = tl.constexpr(128)
 LOG2_448 = tl.constexpr(8.80735)
@@ -72,7 +72,7 @@ def step(
         byte = tl.minimum(tl.maximum(t * 8.0 + 56.0, 0.0), 126.0)
         p = ((byte + 8388608.0).to(tl.uint32, bitcast=True) & 0x7F).to(tl.uint8)
     else:
-        p = to_e4m3(tl.exp2(t))
+        p = e4m3_byte(round_e4m3(at_most(tl.exp2(t), 448.0), 1.0))
     value = from_e4m3(p) if INTERPRET else p.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     total += tl.sum(value * tl.exp2(-behind)[None, :], 1) + tl.load(numbers + 9)
     acc += dot8(p, tl.trans(tile_of(v, line * 136, TILE))) * tl.load(numbers + 8)

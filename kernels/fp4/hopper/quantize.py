@@ -21,17 +21,22 @@ from wanfp4.kernels.emulated_rounding import (
 
 
 @triton.jit
+def e4m3_byte(value):
+    """Bytes of E4M3 numbers ≥ 0. NaN becomes 0x7F."""
+    bits = value.to(tl.uint32, bitcast=True)
+    normal = (bits >> 20) - 960  # eight exponents and fractions an octave, 2^-6 at 8
+    small = (value * 512.0).to(tl.uint32)  # subnormal, in units of 2^-9
+    byte = tl.where(bits < 0x3C800000, small, normal)
+    return tl.where(bits > 0x7F800000, 0x7F, byte).to(tl.uint8)
+
+
+@triton.jit
 def to_e4m3(x):
     """E4M3 bytes of x, nearest, ties to even, saturating; NaN becomes 0x7F or 0xFF. The interpreter has no rounding
     conversion."""
     if INTERPRET:
-        rounded = round_e4m3(at_most(tl.abs(x), 448.0), 1.0)
-        bits = rounded.to(tl.uint32, bitcast=True)
-        normal = (bits >> 20) - 960  # eight exponents and fractions an octave, 2^-6 at 8
-        small = (rounded * 512.0).to(tl.uint32)  # subnormal, in units of 2^-9
-        byte = tl.where(bits < 0x3C800000, small, normal)
-        byte = tl.where(bits > 0x7F800000, 0x7F, byte)
-        code = (byte | ((x.to(tl.uint32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+        byte = e4m3_byte(round_e4m3(at_most(tl.abs(x), 448.0), 1.0))
+        code = byte | ((x.to(tl.uint32, bitcast=True) >> 24) & 0x80).to(tl.uint8)
     else:
         code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     return code

@@ -50,8 +50,8 @@ def check(q, k, v, numerics, build=None, limit=0.12):
     rounding = 0.002  # of the output, to BF16
     assert found < limit * own + rounding, (found, own)
     assert error < 1.02 * own + rounding, (error, own)
-    if lse:  # one byte of P is an eighth of an octave at most
-        assert ((mine - wanted.lse).abs() < 0.13).all(), (mine - wanted.lse).abs().max()
+    if lse:  # one byte of P is an eighth of an octave at most, and scores have the tensor core's 13 bits
+        assert ((mine - wanted.lse).abs() < 0.13 + 2e-3 * wanted.lse.abs()).all(), (mine - wanted.lse).abs().max()
         assert (mine - wanted.lse).abs().mean() < 0.02
 
 
