@@ -1,7 +1,7 @@
 # make demo, make test, make lint, make wheel-test: each sets up what it needs first. make help lists all.
 VENV ?= .venv
 PYTHON ?= python3
-PROMPT ?= a red circle moving right
+PROMPT ?= a red circle moving right on a white background
 OUT ?= out/demo
 JOBS ?= auto
 BIN := $(VENV)/bin
