@@ -119,6 +119,14 @@ def fit(
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="What reports call the policy; by default the file's name.")
     ] = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="STEP",
+            help="Leave as the base has it: smooth-k, smooth-v, row-reference, guard, row-peak or classifier; may be "
+            "repeated.",
+        ),
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where the policy goes.")] = Path(
         "fitted.json"
     ),
@@ -130,6 +138,7 @@ def fit(
 
     \b
     wanfp4 calibrate fit recording --base wan-two-piece -o mine.json
+    wanfp4 calibrate fit recording --keep row-reference  no anchor, which takes time on Blackwell
     wanfp4 drift --policies wan-two-piece,mine.json
     """
     from wanfp4.quality import calibration
@@ -139,13 +148,14 @@ def fit(
     files = calibration.outputs(output)
     start = calibration.check_base(base)
     chosen = calibration.check_name(output.stem if name is None else name)
+    kept = calibration.check_keep(keep or ())
     for path in files:
         refuse_inputs(path, [Path(base), folder / "recording.json"])
         if path.exists() and not force:
             raise OutputError(f"{str(path)!r} exists; choose another --output, or add --force")
     found = load_recording(folder)
     writable_folder(output.parent)
-    result = calibration.fit(found, start, chosen, command=common.command_line())
+    result = calibration.fit(found, start, chosen, keep=kept, command=common.command_line())
     for path in result.save(output):
         typer.echo(str(path))
     typer.echo("")

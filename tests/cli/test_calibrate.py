@@ -103,6 +103,7 @@ def test_recordings_that_cannot_be_made_are_refused_before_the_model_loads(
         (("nowhere", "--base", "bf16"), 2, "nothing to fit"),
         (("nowhere", "-o", "policy.txt"), 2, "must end in .json"),
         (("nowhere", "-o", "nvfp4.json"), 2, "'nvfp4' is the name of a preset"),
+        (("nowhere", "--keep", "margin"), 2, "there is no step 'margin' to keep"),
         (("nowhere", "--name", "bf16"), 2, "'bf16' is the name of a preset"),
     ],
 )

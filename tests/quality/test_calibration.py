@@ -15,7 +15,7 @@ from wanfp4.kernels import reference
 from wanfp4.policy import Classifier, Guard, Numerics, Policy, Rule, get_policy, policies
 from wanfp4.processors.patch import patch
 from wanfp4.processors.pipelines import Settings, generate_latents
-from wanfp4.quality import calibration, recording
+from wanfp4.quality import calibration, calibration_steps, recording
 from wanfp4.quality.calibration import fit
 from wanfp4.quality.calibration_bench import Bench, Choice
 from wanfp4.quality.metrics import rel_l2
@@ -344,13 +344,26 @@ def test_a_guard_may_become_stricter_and_is_never_given_up():
 
 def test_what_the_blackwell_kernels_compute_stays_so():
     found = fit(InMemory(normal, calls=1), "wan-two-piece-nv", progress=False)
-    [stage] = [s for s in found.data["stages"] if s["title"] == "row reference"]
+    [stage] = [s for s in found.data["stages"] if s["title"] == "row-reference"]
     assert len(stage["candidates"]) == 1
     assert all("NVFP4 P is relative to the row's maximum" in one["why"] for one in stage["left_out"])
     assert found.data["off_blackwell"] is None
     free = fit(InMemory(normal, calls=1), "nvfp4", progress=False)
-    [stage] = [s for s in free.data["stages"] if s["title"] == "row reference"]
+    [stage] = [s for s in free.data["stages"] if s["title"] == "row-reference"]
     assert len(stage["candidates"]) > 1
+
+
+def test_steps_can_be_left_out():
+    steep = InMemory(lambda g: normal(g, k_mean=3.0), calls=4)
+    whole = fit(steep, "nvfp4", progress=False).policy.numerics
+    assert (whole.smooth_k, whole.row_reference) != (False, "rowmax")
+    part = fit(steep, "nvfp4", keep=["smooth-k", "row-reference"], progress=False)
+    assert (part.policy.numerics.smooth_k, part.policy.numerics.row_reference) == (False, "rowmax")
+    assert [s["note"] for s in part.data["stages"]][:3:2] == ["kept, as asked"] * 2
+    with pytest.raises(SettingsError, match="there is no step 'margin' to keep; the steps are smooth-k, smooth-v, row"):
+        fit(steep, keep=["margin"], progress=False)
+    with pytest.raises(SettingsError, match="every step is kept"):
+        fit(steep, keep=list(calibration_steps.STEPS), progress=False)
 
 
 def test_calls_that_rules_send_elsewhere_do_not_count():
@@ -394,22 +407,22 @@ def test_a_fitted_policy_is_written_with_its_evidence(tmp_path):
     policy = get_policy(paths[0])
     assert policy == found.policy
     assert policy.numerics.smooth_k
-    assert "smooth K yes" in policy.description
+    assert "smooth-k yes" in policy.description
     assert "weights 000000000000" in policy.description
     data = json.loads(paths[1].read_text())
     assert data == found.data
     assert [stage["title"] for stage in data["stages"]] == [
-        "smooth K",
-        "smooth V",
-        "row reference",
+        "smooth-k",
+        "smooth-v",
+        "row-reference",
         "guard",
-        "row peak",
+        "row-peak",
         "classifier",
     ]
     assert [c["what"] for c in data["stages"][0]["candidates"]] == ["no", "yes"]
-    assert len(data["stages"][4]["candidates"]) == len(calibration.PEAKS)
+    assert len(data["stages"][4]["candidates"]) == len(calibration_steps.PEAKS)
     page = paths[2].read_text()
-    assert "smooth K no → yes" in page
+    assert "smooth-k no → yes" in page
     assert "lower on held-out prompts, too" in page
     assert "exp2 has no coefficients" in page
     with pytest.raises(SettingsError, match=r"must end in \.json, not 'mine.yaml'"):
@@ -425,7 +438,7 @@ def test_search_finds_a_minimum_off_the_grid_and_between_its_steps():
         asked.append(point)
         return (point[0] - 1.37) ** 2 + 3 * (point[1] + 0.42) ** 2
 
-    best = calibration.search(bowl, itertools.product((0.0, 0.4, 0.8), (-1.0, 0.0)), [0.2, 0.5])
+    best = calibration_steps.search(bowl, itertools.product((0.0, 0.4, 0.8), (-1.0, 0.0)), [0.2, 0.5])
     assert best[0] == pytest.approx(1.37, abs=0.03)
     assert best[1] == pytest.approx(-0.42, abs=0.07)
     assert len(asked) < 100
