@@ -1,9 +1,9 @@
-"""Times every launch configuration of the Triton backend's forward kernel, its quantisers, and PyTorch's attention.
+"""Times every launch configuration of the backends "triton" and "sm90", their quantisers, and PyTorch's attention.
 
     python kernels/bench/attention.py --shape 32760x12 --policy wan-fast --policy nvfp4 --json configs.json
 
-What `emulated.configs` lists first is what the backend runs: this script says whether it still should. Variants take
-turns; medians are told. Without a GPU it runs in Triton's interpreter (TRITON_INTERPRET=1), for toy sizes.
+What `emulated.configs` and `hopper.backend.BUILDS` list first is what runs: this script says whether it still should.
+Variants take turns; medians are told. Without a GPU it runs in Triton's interpreter (TRITON_INTERPRET=1), for toy sizes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from wanfp4.errors import BackendError, Wanfp4Error
 from wanfp4.kernels import emulated
 from wanfp4.kernels.blackwell import verify
+from wanfp4.kernels.hopper import backend as sm90
 from wanfp4.policy import Policy, get_policy
 from wanfp4.processors import environment
 
@@ -38,6 +39,12 @@ def measure(policy: Policy, tokens: int, heads: int, device: torch.device, round
         variants[label + (", TMA" if config.tma else "")] = functools.partial(
             emulated.multiply, rounded, q, k, v, n, guard, verify.SCALE, False, config
         )
+    if sm90.missing() is None and sm90.refuses(n, device) is None:
+        images = sm90.quantize(q, k, v, n, verify.SCALE)
+        variants["quantize for sm90"] = functools.partial(sm90.quantize, q, k, v, n, verify.SCALE)
+        for build in sm90.BUILDS[n.p == "fp8-direct"]:
+            label = f"sm90, {build.groups} groups, {build.stages} stages" + (", overlap" if build.overlap else "")
+            variants[label] = functools.partial(sm90.multiply, images, q, k, n, False, build)
     variants |= verify.sdpa_contenders(q, k, v)
     clock: verify.Clock = verify.CudaClock() if q.is_cuda else verify.HostClock()
     times = verify.interleaved(variants, clock, rounds, warm_up=3 if q.is_cuda else 1)

@@ -40,8 +40,8 @@ def _round(x, out, unit, size, N: tl.constexpr):
 
 
 def numbers(device="cpu"):
-    """Numbers from 2^-12 to 448: random ones, all BF16 significands, and up to 40 units in the last place on either side
-    of each power of two, each E4M3 number and each place halfway between two."""
+    """Numbers from 2^-12 to 448: random ones, all BF16 significands, up to 40 units in the last place on either side of
+    each power of two, each E4M3 number and each place halfway between two."""
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     halves = (codes[1:] + codes[:-1]) / 2
     landmarks = torch.cat((codes[1:], halves, 2.0 ** torch.arange(-12, 9)))
