@@ -162,5 +162,8 @@ def _inline(svg: str, description: str) -> str:
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
     svg = svg.replace("<svg", f'<svg role="img" aria-label="{escape(description)}"', 1)
+    # Matplotlib names its groups alike in every figure, and a page has several; what is referred to is unique.
+    used = set(re.findall(r"#([\w-]+)", svg))
+    svg = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in used else "", svg)
     # One pass: the replacements must not be replaced again.
     return re.sub("|".join(_CSS), lambda found: _CSS[found[0]], svg)

@@ -67,6 +67,7 @@ class Runs:
         self._memo: dict[tuple[str, str, int], Json] = {
             (m["digest"], m["prompt"], m["seed"]): m for m in state["measured"]
         }
+        self._met: set[tuple[str, str, int]] = set()
         self._references: dict[Pair, Trajectory] = {}
 
     def steps(self, pair: Pair) -> list[Step]:
@@ -75,9 +76,9 @@ class Runs:
             self.state["steps"] = steps_of(self.reference(pair).steps)
         return [Step(s["step"] - 1, float(s["sigma"]), float(s["timestep"]), s["expert"]) for s in self.state["steps"]]
 
-    def knows(self, policy: Policy, backend: str | None, pair: Pair, *, free: bool = False) -> bool:
-        found = self._memo.get((digest(policy, backend), *pair))
-        return found is not None and (found["free"] is not None or not free)
+    def met(self, policy: Policy, backend: str | None, pair: Pair) -> bool:
+        """Whether this session has asked for it: its steps are on the bar."""
+        return (digest(policy, backend), *pair) in self._met
 
     def measure(self, policy: Policy, backend: str | None, pair: Pair, *, free: bool = False) -> Json:
         """What `policy` does for one prompt and seed, measured now unless it is known.
@@ -89,7 +90,11 @@ class Runs:
         key = (digest(policy, backend), *pair)
         entry = self._memo.get(key)
         if entry is not None and (entry["free"] is not None or not free):
+            if key not in self._met:  # of an earlier session
+                self._met.add(key)
+                self.bar.update(self.settings.steps * (2 if free else 1))
             return entry
+        self._met.add(key)
         reference = self.reference(pair)
         started = time.perf_counter()
         with patch(self.pipe, policy, backend, strict=self.strict) as handle:

@@ -535,8 +535,7 @@ class _Job:
 
     def _row(self, policy: Policy, backend: str | None, time: float, share: float, kind: str = "searched") -> Json:
         """What the held-out runs say of a policy."""
-        known = [self.runs.knows(policy, backend, pair, free=True) for pair in self.held_out]
-        self.total(2 * known.count(False))
+        self.total(2 * sum(not self.runs.met(policy, backend, pair) for pair in self.held_out))
         entries = [self.runs.measure(policy, backend, pair, free=True) for pair in self.held_out]
         forced = np.array([[float(v) for v in e["velocity"]] for e in entries])
         figures = {
@@ -585,7 +584,7 @@ class _Job:
             for split in dict.fromkeys((usual, best)):
                 first, last = split
                 kind = "first-last" if split == usual else "first-last, best split"
-                name = f"{policy.name}, BF16 in the first {first} and last {last} steps"
+                name = f"{policy.name}, BF16 in {_kept_in_bf16(first, last)}"
                 made = self.by_step.policy(chosen[split], name)
                 time, share = self.by_step.time(chosen[split]), self.by_step.share(chosen[split])
                 rows.append(self._row(made, self.backend, time, share, kind))
@@ -623,6 +622,17 @@ class _Job:
             known = all(math.isfinite(float(x[k])) for x in (a, b) for k in ("low", "high"))
             apart = known and (float(a["high"]) < float(b["low"]) or float(b["high"]) < float(a["low"]))
             row["against"] = {**judged.to_dict(), "intervals_apart": apart}
+
+
+def _kept_in_bf16(first: int, last: int) -> str:
+    parts = [
+        f"the {which} step" if count == 1 else f"the {which} {count} steps"
+        for which, count in (("first", first), ("last", last))
+        if count
+    ]
+    if first > 1 and last > 1:
+        return f"the first {first} and the last {last} steps"
+    return " and ".join(parts)
 
 
 def _errors(points: Sequence[Json]) -> Json:

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wanfp4.quality.aggregate import Json
+from wanfp4.quality.map_pages import spread
 from wanfp4.quality.pages import count, environment, figure, percent
-from wanfp4.quality.plots import Dot, scatter_chart
+from wanfp4.quality.plots import SERIES_COLOURS, Curve, Dot, scatter_chart, step_chart
 
 KINDS = {
     "searched": "searched",
@@ -21,7 +22,11 @@ KINDS = {
 
 def search_html(data: Json) -> str:
     """The whole page, self-contained."""
-    return environment().get_template("search.html.j2").render(r=data, scatter=_scatter(data), **_shared(data))
+    return (
+        environment()
+        .get_template("search.html.j2")
+        .render(r=data, scatter=_scatter(data), charts=[_chart(one, data) for one in data["results"]], **_shared(data))
+    )
 
 
 def search_markdown(data: Json) -> str:
@@ -31,7 +36,7 @@ def search_markdown(data: Json) -> str:
 
 def readings(data: Json) -> list[str]:
     """What the search found, in sentences, target by target; then how well its prediction holds."""
-    said = [reading(result, data) for result in data["results"]]
+    said = [(text := reading(result))[0].upper() + text[1:] for result in data["results"]]
     added = data["additivity"]
     if added is not None and added["ratio"] is not None:
         randoms = sum(p["kind"] == "random" for p in added["points"])
@@ -45,7 +50,7 @@ def readings(data: Json) -> list[str]:
     return said
 
 
-def reading(result: Mapping[str, Any], data: Json) -> str:
+def reading(result: Mapping[str, Any]) -> str:
     """One target in words."""
     if not result["kept"]:
         if not result["rounds"]:
@@ -99,6 +104,7 @@ def _shared(data: Json) -> Json:
         "kinds": KINDS,
         "versus": versus,
         "with_interval": _with_interval,
+        "spread_of": spread,
         "group_name": lambda g: _group(data["groups"][g]),
         "bin_name": _bin,
         "colour": lambda name: f"var(--series-{names.index(name) % 6})" if name in names else "transparent",
@@ -138,6 +144,22 @@ def _shade(value: float | str, table: Sequence[Sequence[float | str]]) -> str:
     if not math.isfinite(float(value)):
         return "100%"
     return f"{100 * float(value) / top if top else 0:.0f}%"
+
+
+def _chart(result: Mapping[str, Any], data: Json) -> Json | None:
+    """The error of every step: the searched policy, all fast, first and last steps in BF16."""
+    if result["searched"] is None:
+        return None
+    shown = [row for row in _rows(result) if row["kind"] != "floor"][:SERIES_COLOURS]
+    curves = []
+    for i, row in enumerate(shown):
+        values = [float(v) for v in row["per_step"]]
+        curves.append(Curve(row["name"], i, values, values, values))
+    listed = "; ".join(f"{c.label}: {', '.join(figure(v) for v in c.median)}" for c in curves)
+    return {
+        "svg": step_chart(curves, data["steps"], "relative L2", f"Velocity error by step. {listed}."),
+        "legend": [{"name": c.label, "colour": f"var(--series-{c.index})"} for c in curves],
+    }
 
 
 def _scatter(data: Json) -> str | None:

@@ -16,7 +16,7 @@ def test_a_policy_that_goes_on_from_and_runs_everywhere(run, tiny_model):
     result = run(*command)
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[0] == "found/policy.json"
-    assert "at least 50 % of attention in 4 bits" in result.stdout
+    assert "At least 50 % of attention in 4 bits" in result.stdout
     report = SearchReport.load("found")
     assert report.passed
     assert report.data["model"]["model"] == str(tiny_model)
