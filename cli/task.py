@@ -177,6 +177,7 @@ def _header(
 ) -> Json:
     """Everything in task.json that is known before the first row."""
     from wanfp4.processors.environment import machine, versions
+    from wanfp4.quality.jobs import weights_digest
 
     listed = [{"prompt": t.prompt, "seed": t.seed, "asked": [str(o) for o in t.spec.objects]} for t in tasks]
     several = sum(len(t.spec.objects) > 1 for t in tasks)
@@ -194,7 +195,7 @@ def _header(
             "model": named,
             "dtype": str(pipe.transformer.dtype).removeprefix("torch."),
             "tokens": info.tokens(settings),
-            "weights": _digest_of_weights(pipe),
+            "weights": weights_digest(pipe),
         },
         "scheduler": type(pipe.scheduler).__name__,
         "settings": settings.to_dict(),
@@ -212,19 +213,6 @@ def _header(
         "planned": planned,
         "rows": [],
     }
-
-
-def _digest_of_weights(pipe: Any) -> str:
-    """SHA-256 over all weights as they run: a model trained anew under the same name is another one."""
-    import torch
-
-    digest = hashlib.sha256()
-    for name, part in sorted(pipe.components.items()):
-        if isinstance(part, torch.nn.Module):
-            for key, tensor in part.state_dict().items():
-                digest.update(f"{name}.{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
-                digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _row(name: str, answers: Answers, backend: str | None, before: Sequence[Json]) -> Json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -117,6 +118,19 @@ def header(
         "call": {name: _plain(value) for name, value in call.items()},
         "steps": [],
     }
+
+
+def weights_digest(pipe: Any) -> str:
+    """SHA-256 over all weights as they run: a model trained anew under the same name is another one."""
+    digest = hashlib.sha256()
+    for name, part in sorted(pipe.components.items()):
+        if isinstance(part, torch.nn.Module):
+            for key, tensor in part.state_dict().items():
+                digest.update(f"{name}.{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
+                if not tensor.is_meta:  # sequential offloading keeps the values elsewhere
+                    plain = tensor.detach().cpu().contiguous().reshape(-1)
+                    digest.update(plain.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _plain(value: Any) -> Any:

@@ -8,7 +8,6 @@ the others the held-out half; both halves are sampled at the same places.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import math
@@ -33,7 +32,7 @@ from wanfp4.processors.pipelines import Settings, generate_latents, info_of, shi
 from wanfp4.processors.session import Call
 from wanfp4.quality.aggregate import Json
 from wanfp4.quality.files import output_folder, replacing, write
-from wanfp4.quality.jobs import attention_of, header, log_above_bar, quiet, said_once
+from wanfp4.quality.jobs import attention_of, header, log_above_bar, quiet, said_once, weights_digest
 from wanfp4.quality.plan import DEFAULT_SEEDS, Plan, check_call, make_plan
 from wanfp4.quality.record import watching
 from wanfp4.quality.report import json_text
@@ -242,19 +241,6 @@ def plan_picks(info: ModelInfo, plan: Plan, rows: int, calls: int, limit_mb: int
         for i, run in enumerate(mine):
             chosen[run] = [order[(i * each + j) % len(order)] for j in range(each)]
     return chosen
-
-
-def weights_digest(pipe: Any) -> str:
-    """SHA-256 over all weights as they run: a model trained anew under the same name is another one."""
-    digest = hashlib.sha256()
-    for name, part in sorted(pipe.components.items()):
-        if isinstance(part, torch.nn.Module):
-            for key, tensor in part.state_dict().items():
-                digest.update(f"{name}.{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
-                if not tensor.is_meta:  # sequential offloading keeps the values elsewhere
-                    plain = tensor.detach().cpu().contiguous().reshape(-1)
-                    digest.update(plain.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _resumed(folder: Path, data: Json, force: bool) -> Recording:
