@@ -14,12 +14,13 @@ Json = Mapping[str, Any]
 
 def verdict(data: Json) -> list[str]:
     """What came of a fit: the held-out half first, then what was changed."""
+    missing = [] if data["recording"]["complete"] else ["The recording is incomplete: runs of it are missing."]
     held = data["halves"]["held-out"]
     kept = [stage for stage in data["stages"] if stage["kept"]]
     base, name = data["base"]["name"], data["policy"]["name"]
     if not kept:
         first = f"No change to {base} is worth it on this model: {name} has its constants."
-        return [first, f"Its relative L2 on held-out prompts is {_spread(held['base'])}."]
+        return [first, f"Its relative L2 on held-out prompts is {_spread(held['base'])}.", *missing]
     how = {
         LOWER: "lower on held-out prompts, too",
         HIGHER: f"HIGHER on held-out prompts: use {base}",
@@ -28,6 +29,7 @@ def verdict(data: Json) -> list[str]:
         f"{name} against {base}: relative L2 {_number(held['fitted']['median'])} against "
         f"{_number(held['base']['median'])}, {_change(held['change'])}: {how}.",
         "Changed: " + "; ".join(f"{s['title']} {s['before']} → {s['best']}" for s in kept) + ".",
+        *missing,
     ]
 
 
@@ -38,7 +40,7 @@ def fit_markdown(data: Json) -> str:
     lines = [
         f"# Calibration: {markdown(policy)} from {markdown(base)}",
         "",
-        *verdict(data),
+        *(markdown(line) for line in verdict(data)),
         "",
         "Error of a call: relative L2 of the attention output, by the torch reference, against exact attention of the "
         "same unrounded q, k, v. Medians over runs of a run's mean over calls, with 95 % bootstrap intervals over "
@@ -93,8 +95,7 @@ def fit_markdown(data: Json) -> str:
         "",
         f"- model {markdown(model['model'])}, {model['dtype']}, weights `{model['weights']}`",
         f"- {model['tokens']} tokens, {settings['steps']} steps, guidance {settings['guidance']:g}, "
-        f"scheduler {source['scheduler']}; {source['rows']} query rows of a call, all keys; made {source['created']}"
-        + ("" if source["complete"] else "; **the recording is incomplete**"),
+        f"scheduler {source['scheduler']}; {source['rows']} query rows of a call, all keys; made {source['created']}",
         f"- seeds {', '.join(map(str, source['seeds']))}; prompts to fit:",
         *(f"    - {markdown(source['prompts'][i])}" for i in source["fit_prompts"]),
         "- prompts held out:",

@@ -18,6 +18,7 @@ from wanfp4.processors.pipelines import Settings, generate_latents
 from wanfp4.quality import calibration, calibration_steps, recording
 from wanfp4.quality.calibration import fit
 from wanfp4.quality.calibration_bench import Bench, Choice
+from wanfp4.quality.calibration_pages import fit_markdown
 from wanfp4.quality.metrics import rel_l2
 from wanfp4.quality.recording import FIT, HELD_OUT, Recorded, Recording, load_recording, picks, record
 
@@ -398,6 +399,16 @@ def test_broken_calls_are_named():
 def test_bases_that_a_recording_cannot_judge_are_refused(base, words):
     with pytest.raises(PolicyError, match=words):
         fit(InMemory(normal), base, progress=False)
+
+
+def test_a_fit_to_part_of_a_recording_says_so_and_a_worse_one_warns():
+    made = InMemory(lambda g: normal(g, k_mean=3.0), held_out=normal)
+    made.data["complete"] = False
+    found = fit(made, "nvfp4", progress=False)
+    assert found.verdict[-1] == "The recording is incomplete: runs of it are missing."
+    assert "The recording is incomplete" in fit_markdown(found.data)
+    found.data["halves"][HELD_OUT]["verdict"] = "higher"
+    assert found.verdict[0].endswith("HIGHER on held-out prompts: use nvfp4.")
 
 
 def test_a_fitted_policy_is_written_with_its_evidence(tmp_path):
