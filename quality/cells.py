@@ -171,9 +171,13 @@ class Sensitivities:
         root: Floats = np.sqrt(total)
         return root
 
-    def damage(self, worst: bool = False) -> Floats:
-        """[bins, groups, choices]: squares, mean over runs; summed over a bin's steps, or its `worst` step's."""
-        mean = self.squares.mean(axis=2)  # [choices, groups, steps]
+    def damage(self, weights: Floats | None = None, *, worst: bool = False) -> Floats:
+        """[bins, groups, choices]: squares, mean over runs; summed over a bin's steps, or its `worst` step's.
+
+        weights  [runs, steps], 1 everywhere if None.
+        """
+        squares = self.squares if weights is None else self.squares * weights
+        mean = squares.mean(axis=2)  # [choices, groups, steps]
         columns = [
             mean[..., list(b.steps)].max(axis=-1) if worst else mean[..., list(b.steps)].sum(axis=-1)
             for b in self.grid.bins

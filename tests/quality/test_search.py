@@ -343,16 +343,20 @@ def test_errors_that_add_in_squares_are_predicted_exactly():
     assert len({p["predicted"] for p in data["additivity"]["points"] if p["kind"] == "random"}) == 6
 
 
-def test_a_share_is_kept_at_the_least_damage():
-    known = Known(3, 4)
-    job, data = solved(known, [Target(SHARE, 0.5)], bins=2)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_share_is_kept_at_the_least_damage(seed):
+    known = Known(3, 4, seed=seed)
+    job, data = solved(known, [Target(SHARE, 0.5)], bins=2, checks=0)
     [result] = data["results"]
     grid = job.grid
     kept = [c for c in everything(grid) if grid.share(c) >= 0.5 - 1e-9]
-    best = min(float((job.known.predict(c) ** 2).mean()) for c in kept)
+    best = min(metric(job.known.predict(c), "velocity-mean") for c in kept)
+    least_squares = min(kept, key=lambda c: float((job.known.predict(c) ** 2).mean()))
     labels = {"bf16": 0, "wan-fast": 1, "fp8-direct": 2}
     chosen = np.array([[labels[name] for name in row] for row in result["chosen"]])
-    assert float((job.known.predict(chosen) ** 2).mean()) == pytest.approx(best)
+    found = metric(job.known.predict(chosen), "velocity-mean")
+    assert found <= metric(job.known.predict(least_squares), "velocity-mean") + 1e-12
+    assert found == pytest.approx(best)
     assert result["kept"]
     assert float(result["searched"]["share"]) >= 0.5
 
@@ -370,8 +374,9 @@ def test_a_budget_is_kept_by_the_fastest(kind):
         assert result["kept"]
         row = result["searched"]
         assert float(row["velocity"] if kind == "velocity" else row["velocity_mean"]["median"]) <= limit
-        # The frontier minimises squares, summed or at the worst step: near the fastest for a mean and a worst step.
-        assert fastest - 1e-6 <= float(result["searched"]["time"]) <= fastest + 0.12
+        # For the worst step of a range, squares are bounded by the sum of each layer's worst: close, on the safe side.
+        allowed = 0.12 if kind == "velocity" else 0
+        assert fastest - 1e-6 <= float(result["searched"]["time"]) <= fastest + allowed + 1e-6
 
 
 def test_a_wrong_prediction_is_corrected():
