@@ -124,28 +124,29 @@ def search(
     )
 
     from wanfp4.processors import pipelines
-    from wanfp4.quality import search as job
+    from wanfp4.quality import targets as aims
     from wanfp4.quality.budget import parse_budget
     from wanfp4.quality.cells import check_candidates, groups_of
     from wanfp4.quality.costs import measured, share_in_4_bits
     from wanfp4.quality.plan import check_backend, make_plan
+    from wanfp4.quality.search import search as find
 
     place = pipelines.pick_device(device)
     pipelines.check_dtype(dtype)
     pipelines.check_offload(offload, place)
-    targets = job.check_targets(parse_budget(budget or []), share or [])
-    names = [n.strip() for n in policies.split(",") if n.strip()] if policies else job.candidates_for(targets)
+    targets = aims.check_targets(parse_budget(budget or []), share or [])
+    names = [n.strip() for n in policies.split(",") if n.strip()] if policies else aims.candidates_for(targets)
     plan = make_plan(
         info, names, common.several_prompts(prompt, prompts), common.several_seeds(seeds), settings=settings
     )
     check_candidates(plan.policies)
     check_backend(plan.policies, backend, place)
-    job.check_reachable(targets, [share_in_4_bits(p.numerics) for p in plan.policies])
-    job.check_counts(bins=bins, rounds=rounds, checks=checks)
+    aims.check_reachable(targets, [share_in_4_bits(p.numerics) for p in plan.policies])
+    aims.check_counts(bins=bins, rounds=rounds, checks=checks)
     groups_of(info.experts[0].layers, groups)
     others = common.several_prompts(None, verify_prompts)
     other_seeds = None if verify_seeds is None else common.several_seeds(verify_seeds)
-    job.check_held_out(plan.prompts, plan.seeds, others, other_seeds)
+    aims.check_held_out(plan.prompts, plan.seeds, others, other_seeds)
     if times is not None:
         measured(plan.policies, times, backend, info.tokens(plan.settings))
 
@@ -159,14 +160,14 @@ def search(
         with common.quiet_libraries():
             pipe = pipelines.load_pipeline(source, device=place, dtype=dtype, offload=offload)
         common.warn_of_unknown_words(pipe, [*plan.prompts, *others])
-        report = job.search(
+        report = find(
             pipe,
             plan.policies,
             plan.prompts,
             plan.seeds,
             settings=plan.settings,
-            budget={t.kind: t.limit for t in targets if t.kind != job.SHARE},
-            shares=[t.limit for t in targets if t.kind == job.SHARE],
+            budget={t.kind: t.limit for t in targets if t.kind != aims.SHARE},
+            shares=[t.limit for t in targets if t.kind == aims.SHARE],
             verify_prompts=others,
             verify_seeds=other_seeds,
             groups=groups,

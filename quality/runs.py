@@ -76,6 +76,11 @@ class Runs:
             self.state["steps"] = steps_of(self.reference(pair).steps)
         return [Step(s["step"] - 1, float(s["sigma"]), float(s["timestep"]), s["expert"]) for s in self.state["steps"]]
 
+    def expect(self, runs: int) -> None:
+        """More denoising runs to come, for the bar."""
+        self.bar.total = (self.bar.total or 0) + runs * self.settings.steps
+        self.bar.refresh()
+
     def met(self, policy: Policy, backend: str | None, pair: Pair) -> bool:
         """Whether this session has asked for it: its steps are on the bar."""
         return (digest(policy, backend), *pair) in self._met

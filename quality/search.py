@@ -14,12 +14,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +25,11 @@ import numpy as np
 from tqdm import tqdm
 
 from wanfp4.errors import OutputError, SettingsError
-from wanfp4.policy import Policy, get_policy
+from wanfp4.policy import Policy
 from wanfp4.processors.patch import patch
 from wanfp4.processors.pipelines import Settings, info_of, shifted
 from wanfp4.quality import costs
 from wanfp4.quality.aggregate import Json, number, numbers
-from wanfp4.quality.budget import check_budget
 from wanfp4.quality.cells import (
     Assignment,
     Floats,
@@ -44,22 +41,26 @@ from wanfp4.quality.cells import (
     groups_of,
     metric,
 )
-from wanfp4.quality.drift import FLOOR_BACKEND
+from wanfp4.quality.choice import Chooser
 from wanfp4.quality.files import output_folder
-from wanfp4.quality.intervals import compare, interval
 from wanfp4.quality.jobs import attention_of, header, log_above_bar, quiet, said_once
-from wanfp4.quality.knapsack import frontier
 from wanfp4.quality.plan import DEFAULT_SEEDS, check_call, make_plan
+from wanfp4.quality.rivals import Rivals
 from wanfp4.quality.runs import Pair, Runs
 from wanfp4.quality.search_report import KIND, SCHEMA, SearchReport
+from wanfp4.quality.targets import (
+    SHARE,
+    Target,
+    candidates_for,
+    check_counts,
+    check_held_out,
+    check_reachable,
+    check_targets,
+)
 
 log = logging.getLogger("wanfp4")
 
-DEFAULT_POLICIES = ("wan-fast", "fp8-direct")
-BUDGETS = ("velocity", "velocity-mean")
-SHARE = "share"
 BINS, CHECKS, ROUNDS = 5, 8, 4
-REWEIGHTINGS, GATHERED, MOST_STARTS = 20, 100.0, 12
 # A corrected target aims a little below the limit; a verified drift this close to it is not tried to be bettered.
 AIM, CLOSE = 0.99, 0.97
 # What has to agree for figures of an earlier session to be used: words for the message, by key of the header.
@@ -73,67 +74,6 @@ _SAME = {
     "machine": "machine",
     "versions": "versions",
 }
-
-
-@dataclass(frozen=True)
-class Target:
-    """What a policy has to keep: `share` of attention in 4 bits at least, or one of `BUDGETS` at most."""
-
-    kind: str
-    limit: float
-
-    @property
-    def label(self) -> str:
-        return f"{self.kind}-{self.limit:g}"
-
-    @property
-    def text(self) -> str:
-        if self.kind == SHARE:
-            return f"at least {100 * self.limit:g} % of attention in 4 bits"
-        return f"{self.kind} at most {self.limit:g}"
-
-
-def check_targets(budget: Mapping[str, float], shares: Sequence[float]) -> tuple[Target, ...]:
-    """Targets in the order given, shares first. Raises SettingsError for none, and for what a search cannot aim at."""
-    targets = []
-    for share in shares:
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
-            raise SettingsError(f"a share of attention in 4 bits must be above 0 and at most 1, not {share!r}")
-        targets.append(Target(SHARE, float(share)))
-    for name, limit in check_budget(budget).items():
-        if name not in BUDGETS:
-            raise SettingsError(
-                f"a search can aim at {' and '.join(BUDGETS)}, which follow from single layers and steps; limit {name} "
-                "with wanfp4 drift --budget"
-            )
-        targets.append(Target(name, limit))
-    if low := next((t for t in targets if t.limit <= 0), None):
-        raise SettingsError(f"a budget must be above 0, not {low.limit:g} for {low.kind}: only BF16 has none")
-    if not targets:
-        raise SettingsError("a search needs a target: a budget, as velocity=0.3, or a share of attention in 4 bits")
-    if twice := next((t.label for t in targets if targets.count(t) > 1), None):
-        raise SettingsError(f"target {twice} is given more than once")
-    return tuple(targets)
-
-
-def check_held_out(
-    prompts: Sequence[str], seeds: Sequence[int], verify_prompts: Sequence[str], verify_seeds: Sequence[int] | None
-) -> tuple[list[Pair], list[Pair]]:
-    """Prompt and seed of the runs that are searched on, and of those that verify: none is in both.
-
-    Without prompts to verify on, they are the same; without seeds, as many as for the search, counted on from its
-    largest. Raises SettingsError when a run would be in both.
-    """
-    if verify_seeds is None:
-        verify_seeds = [max(seeds) + 1 + i for i in range(len(seeds))]
-    search = [(p, s) for p in prompts for s in seeds]
-    held_out = [(p, s) for p in (verify_prompts or prompts) for s in verify_seeds]
-    if both := sorted(set(search) & set(held_out)):
-        raise SettingsError(
-            f"prompt {both[0][0]!r} with seed {both[0][1]} is searched on and to verify with: a policy would be judged "
-            "by what it was made from; give other prompts or seeds to one of them"
-        )
-    return search, held_out
 
 
 def search(
@@ -260,26 +200,6 @@ def search(
     return report
 
 
-def candidates_for(targets: Sequence[Target]) -> tuple[str, ...]:
-    """Candidates when none are named: for shares, what is not in 4 bits is best left in BF16."""
-    return DEFAULT_POLICIES[:1] if all(target.kind == SHARE for target in targets) else DEFAULT_POLICIES
-
-
-def check_counts(*, bins: int, rounds: int, checks: int) -> None:
-    for name, value, low in (("bins", bins, 1), ("rounds", rounds, 1), ("checks", checks, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise SettingsError(f"{name} must be a whole number from {low}, not {value!r}")
-
-
-def check_reachable(targets: Sequence[Target], shares: Sequence[float]) -> None:
-    """Raise SettingsError for a share that the candidates cannot reach."""
-    for target in targets:
-        if target.kind == SHARE and target.limit > max(shares):
-            raise SettingsError(
-                f"{target.text} is out of reach: the candidates have at most {100 * max(shares):g} % in 4 bits"
-            )
-
-
 def _costs(
     policies: Sequence[Policy], times: str | Path | None, backend: str | None, tokens: int
 ) -> tuple[tuple[float, ...], str]:
@@ -363,28 +283,24 @@ class _Job:
         self.rounds = rounds
         self.state = report.data
         count = len(grid.candidates) * len(grid.groups) + checks + 1
-        self.total(len(pairs) * count + len(held_out))
+        runs.expect(len(pairs) * count + len(held_out))
         self.grid = dataclasses.replace(grid, bins=bins_of(runs.steps(pairs[0]), bins))
         self.state["bins"] = [
             {"expert": b.expert, "steps": [i + 1 for i in b.steps], "sigma": numbers(b.sigma)} for b in self.grid.bins
         ]
-        single = bins_of(runs.steps(pairs[0]), len(self.state["steps"]))
-        self.by_step = dataclasses.replace(self.grid, bins=single)
         self.known: Sensitivities
-        self.prompts = [p for p, _ in held_out]
-
-    def total(self, runs: int) -> None:
-        """More denoising runs to come."""
-        self.runs.bar.total = (self.runs.bar.total or 0) + runs * self.runs.settings.steps
-        self.runs.bar.refresh()
+        self.chooser: Chooser
+        self.rivals: Rivals
 
     def run(self, targets: Sequence[Target]) -> None:
         self.known = self.sensitivities()
+        self.chooser = Chooser(self.known)
+        self.rivals = Rivals(self.runs, self.known, self.backend, self.held_out)
         self.additivity()
         for target in targets:
             result = self.solve(target)
-            result["baselines"] = self.baselines(target, result)
-            self.compare(result)
+            result["baselines"] = self.rivals.rows(target, result)
+            self.rivals.compare(result)
             self.state["results"].append(result)
         self.verified()
 
@@ -454,75 +370,6 @@ class _Job:
                     }
                 )
 
-    def assign(self, target: Target, goal: float) -> Assignment:
-        """What the knapsack chooses for a target whose limit is `goal`."""
-        grid, weights = self.grid, self.grid.weights()
-        if target.kind == "velocity":  # the worst step decides, so every range of noise levels is on its own
-            found = grid.uniform(0)
-            damage = self.known.damage(worst=True)
-            for b in range(len(grid.bins)):
-                cost = [list(w * np.array([1.0, *grid.costs])) for w in weights[b]]
-                front = frontier(cost, [list(d) for d in damage[b]])
-                steps = list(grid.bins[b].steps)
-                for point in range(len(front)):
-                    found[b] = front.choices(point)
-                    if metric(self.known.predict(found)[:, steps], "velocity") <= goal:
-                        break
-            return found
-        return min(
-            (self._descend(target, goal, start) for start in self._starts()), key=lambda c: self._merit(target, c)
-        )
-
-    def _starts(self) -> list[Floats | None]:
-        """Weights [runs, steps] to begin with: none, and those that gather BF16 in one range of noise levels or two."""
-        shape, count = self.known.squares.shape[2:], len(self.grid.bins)
-        starts: list[Floats | None] = [None]
-        for size in (1, 2):
-            for some in itertools.combinations(range(count), size) if count <= MOST_STARTS else ():
-                weights = np.ones(shape)
-                for b in some:
-                    weights[:, list(self.grid.bins[b].steps)] = GATHERED
-                starts.append(weights)
-        return starts
-
-    def _descend(self, target: Target, goal: float, weights: Floats | None) -> Assignment:
-        """The choice for some weights, then for those that its own errors suggest, as long as that is better.
-
-        A mean over steps is of roots, and squares are what adds. √s ≤ √s₀ + (s − s₀) / 2√s₀, so squares weighted by the
-        last choice's 1/√s₀ bound the mean from above, and their least sum is no worse (majorisation, Hunter and Lange).
-        """
-        chosen = self._pick(target, goal, weights)
-        for _ in range(REWEIGHTINGS):
-            errors = self.known.predict(chosen)
-            if not errors.any() or not finite(errors):
-                break
-            again = self._pick(target, goal, 1 / np.maximum(errors, 1e-3 * np.median(errors[errors > 0])))
-            if self._merit(target, again) >= self._merit(target, chosen) - 1e-12:
-                break
-            chosen = again
-        return chosen
-
-    def _merit(self, target: Target, chosen: Assignment) -> float:
-        """What is to be small: the error for a share, the time for a budget."""
-        return metric(self.known.predict(chosen), "velocity-mean") if target.kind == SHARE else self.grid.time(chosen)
-
-    def _pick(self, target: Target, goal: float, weights: Floats | None) -> Assignment:
-        """The knapsack over all cells, with squares weighted by [runs, steps]."""
-        grid = self.grid
-        per_choice = np.array([1.0, *grid.costs]) if target.kind != SHARE else 1 - np.array([0.0, *grid.shares])
-        cost = [list(w * per_choice) for w in grid.weights().ravel()]
-        front = frontier(cost, [list(d) for d in self.known.damage(weights).reshape(len(cost), -1)])
-        if target.kind == SHARE:
-            kept = np.flatnonzero(1 - front.cost >= goal - 1e-9)
-            if not len(kept):
-                raise SettingsError(f"{target.text} is out of reach: the candidates' figures are not finite")
-            return np.array(front.choices(int(kept[-1])), np.int64).reshape(grid.shape)
-        for point in range(len(front)):
-            chosen = np.array(front.choices(point), np.int64).reshape(grid.shape)
-            if metric(self.known.predict(chosen), target.kind) <= goal:
-                break
-        return chosen
-
     def solve(self, target: Target) -> Json:
         """Choose, verify on held-out runs, correct the goal by what was found, choose again."""
         goal, name = target.limit, f"searched-{target.label}"
@@ -530,12 +377,12 @@ class _Job:
         seen: set[bytes] = set()
         best: tuple[float, Assignment, Policy] | None = None
         for number_of in range(1, self.rounds + 1):
-            chosen = self.assign(target, goal)
+            chosen = self.chooser.assign(target, goal)
             if chosen.tobytes() in seen or not chosen.any():
                 break
             seen.add(chosen.tobytes())
             policy = self.grid.policy(chosen, name, self._description(target, chosen))
-            self.total(2 * len(self.held_out))
+            self.runs.expect(2 * len(self.held_out))
             measured = self.runs.velocities(policy, self.backend, self.held_out, free=True)
             kind = "velocity-mean" if target.kind == SHARE else target.kind
             predicted, found = metric(self.known.predict(chosen), kind), metric(measured, kind)
@@ -565,7 +412,7 @@ class _Job:
             _, chosen, policy = best
             result["policy"] = policy.to_dict()
             result["chosen"] = [[self.grid.label(int(c)) for c in row] for row in chosen]
-            result["searched"] = self._row(policy, self.backend, self.grid.time(chosen), self.grid.share(chosen))
+            result["searched"] = self.rivals.row(policy, self.backend, self.grid.time(chosen), self.grid.share(chosen))
         return result
 
     def _description(self, target: Target, chosen: Assignment) -> str:
@@ -574,107 +421,6 @@ class _Job:
             f"Searched from {names} for {target.text}: {100 * self.grid.share(chosen):.0f} % of attention in 4 bits, "
             f"{self.grid.time(chosen):.2f} of BF16's attention time."
         )
-
-    def _row(self, policy: Policy, backend: str | None, time: float, share: float, kind: str = "searched") -> Json:
-        """What the held-out runs say of a policy."""
-        self.total(2 * sum(not self.runs.met(policy, backend, pair) for pair in self.held_out))
-        entries = [self.runs.measure(policy, backend, pair, free=True) for pair in self.held_out]
-        forced = np.array([[float(v) for v in e["velocity"]] for e in entries])
-        figures = {
-            "velocity_mean": list(forced.mean(axis=1)),
-            "velocity_worst": list(forced.max(axis=1)),
-            "latent": [float(e["free"]["latent"]) for e in entries],
-        }
-        return {
-            "name": policy.name,
-            "kind": kind,
-            "time": number(time),
-            "share": number(share),
-            "velocity": number(metric(forced, "velocity")),
-            "runs": {name: numbers(values) for name, values in figures.items()},
-            **{name: interval(values, self.prompts).to_dict() for name, values in figures.items()},
-            "per_step": numbers(list(np.median(forced, axis=0))),
-            "backend": sorted({b for e in entries for b in e["backend"]}),
-            "emulated": any(e["emulated"] for e in entries),
-            "receipt": entries[0]["receipt"],
-        }
-
-    def baselines(self, target: Target, result: Json) -> list[Json]:
-        """All BF16 (the noise floor), every candidate everywhere, and first and last steps in BF16."""
-        grid = self.grid
-        floor = get_policy("bf16").with_(name="all BF16, exact float32 attention")
-        rows = [self._row(floor, FLOOR_BACKEND, 1.0, 0.0, "floor")]
-        for c, policy in enumerate(grid.candidates, 1):
-            everywhere = grid.policy(grid.uniform(c), f"all {policy.name}")
-            rows.append(self._row(everywhere, self.backend, grid.costs[c - 1], grid.shares[c - 1], "all"))
-        if result["searched"] is None:
-            return rows
-        steps = len(self.by_step.bins)
-        used = {name for row in result["chosen"] for name in row}
-        fast = min(range(len(grid.candidates)), key=lambda c: (-grid.shares[c], grid.costs[c]))
-        for c, policy in enumerate(grid.candidates):
-            if c != fast and not (policy.name in used and grid.shares[c] > 0):
-                continue
-            kept = self._kept_steps(target, result, c, steps)
-            if kept is None:
-                continue
-            whole = Sensitivities(self.by_step, self.known.squares)
-            splits = [(kept - last, last) for last in range(kept + 1)]
-            chosen = {split: self._first_last(c + 1, *split, steps) for split in splits}
-            usual = (kept - kept // 2, kept // 2)
-            best = min(splits, key=lambda split: metric(whole.predict(chosen[split]), "velocity-mean"))
-            for split in dict.fromkeys((usual, best)):
-                first, last = split
-                kind = "first-last" if split == usual else "first-last, best split"
-                name = f"{policy.name}, BF16 in {_kept_in_bf16(first, last)}"
-                made = self.by_step.policy(chosen[split], name)
-                time, share = self.by_step.time(chosen[split]), self.by_step.share(chosen[split])
-                rows.append(self._row(made, self.backend, time, share, kind))
-        return rows
-
-    def _first_last(self, choice: int, first: int, last: int, steps: int) -> Assignment:
-        chosen = self.by_step.uniform(choice)
-        chosen[:first] = 0
-        chosen[steps - last :] = 0
-        return chosen
-
-    def _kept_steps(self, target: Target, result: Json, c: int, steps: int) -> int | None:
-        """Fewest BF16 steps with which a candidate is no faster than the searched policy (for a share: has no larger
-        one); None when that is none of its steps, or all."""
-        for kept in range(steps):
-            chosen = self._first_last(c + 1, kept, 0, steps)
-            if target.kind == SHARE:
-                enough = self.by_step.share(chosen) <= float(result["searched"]["share"]) + 1e-9
-            else:
-                enough = self.by_step.time(chosen) >= float(result["searched"]["time"]) - 1e-9
-            if enough:
-                return kept or None
-        return None
-
-    def compare(self, result: Json) -> None:
-        """The searched policy against every baseline, run by run."""
-        searched = result["searched"]
-        if searched is None:
-            return
-        floor = float(result["baselines"][0]["velocity_mean"]["median"])
-        for row in result["baselines"]:
-            mine, other = ([float(v) for v in r["runs"]["velocity_mean"]] for r in (searched, row))
-            judged = compare(mine, other, self.prompts, floor=floor)
-            a, b = searched["velocity_mean"], row["velocity_mean"]
-            known = all(math.isfinite(float(x[k])) for x in (a, b) for k in ("low", "high"))
-            apart = known and (float(a["high"]) < float(b["low"]) or float(b["high"]) < float(a["low"]))
-            row["against"] = {**judged.to_dict(), "intervals_apart": apart}
-
-
-def _kept_in_bf16(first: int, last: int) -> str:
-    parts = [
-        f"the {which} step" if count == 1 else f"the {which} {count} steps"
-        for which, count in (("first", first), ("last", last))
-        if count
-    ]
-    if first > 1 and last > 1:
-        return f"the first {first} and the last {last} steps"
-    return " and ".join(parts)
 
 
 def _errors(points: Sequence[Json]) -> Json:

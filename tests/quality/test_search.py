@@ -24,8 +24,9 @@ from wanfp4.quality.cells import Grid, Sensitivities, bins_of, check_candidates,
 from wanfp4.quality.knapsack import frontier
 from wanfp4.quality.record import Step
 from wanfp4.quality.runs import Runs, digest
-from wanfp4.quality.search import SHARE, Target, check_held_out, check_targets, search
+from wanfp4.quality.search import search
 from wanfp4.quality.search_report import SearchReport
+from wanfp4.quality.targets import SHARE, Target, check_held_out, check_targets
 
 FAST, ACCURATE = get_policy("wan-fast"), get_policy("fp8-direct")
 
@@ -288,11 +289,13 @@ class Known:
         self.layers, self.count, self.wrong = layers, steps, wrong
         self.sigmas = [3 * t / (1 + 2 * t) for t in np.linspace(1, 0.05, steps)]
         self.settings = Settings(steps=steps)
-        self.bar = type("Bar", (), {"total": 0, "refresh": lambda self: None})()
         self.asked = []
 
     def steps(self, pair):
         return steps_of(self.sigmas)
+
+    def expect(self, runs):
+        pass
 
     def met(self, policy, backend, pair):
         return False
@@ -442,7 +445,10 @@ def test_baselines_keep_as_many_steps_in_bf16_as_the_share_allows():
     assert all(v > 0 for v in usual["per_step"][2:-2])
     best = [row for row in result["baselines"] if row["kind"] == "first-last, best split"]
     splits = [
-        metric(Sensitivities(job.by_step, job.known.squares).predict(job._first_last(1, 4 - n, n, 10)), "velocity-mean")
+        metric(
+            Sensitivities(job.rivals.by_step, job.known.squares).predict(job.rivals._first_last(1, 4 - n, n, 10)),
+            "velocity-mean",
+        )
         for n in range(5)
     ]
     if best:
