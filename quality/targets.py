@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from wanfp4.errors import SettingsError
+from wanfp4.processors.pipelines import check_seed
 from wanfp4.quality.budget import check_budget
 from wanfp4.quality.runs import Pair
 
@@ -61,10 +62,19 @@ def check_held_out(
     """Prompt and seed of the runs that are searched on, and of those that verify: none is in both.
 
     Without prompts to verify on, they are the same; without seeds, as many as for the search, counted on from its
-    largest. Raises SettingsError when a run would be in both.
+    largest. Raises SettingsError when a run would be in both, and for seeds and prompts
+    that are none or come twice.
     """
     if verify_seeds is None:
         verify_seeds = [max(seeds) + 1 + i for i in range(len(seeds))]
+    for seed in verify_seeds:
+        check_seed(seed)
+    if blank := [text for text in verify_prompts if not isinstance(text, str) or not text.strip()]:
+        raise SettingsError(f"a prompt to verify with must be a text that is not empty, not {blank[0]!r}")
+    if not verify_seeds or len(set(verify_seeds)) < len(verify_seeds):
+        raise SettingsError(f"seeds to verify with must be one or more, each given once; found {list(verify_seeds)}")
+    if twice := sorted({text for text in verify_prompts if list(verify_prompts).count(text) > 1}):
+        raise SettingsError(f"prompt {twice[0]!r} to verify with is given more than once")
     search = [(p, s) for p in prompts for s in seeds]
     held_out = [(p, s) for p in (verify_prompts or prompts) for s in verify_seeds]
     if both := sorted(set(search) & set(held_out)):

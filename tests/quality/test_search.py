@@ -268,6 +268,15 @@ def test_held_out_runs_are_never_those_searched_on():
     assert check_held_out(["a"], [0], ["b"], [0]) == ([("a", 0)], [("b", 0)])
     with pytest.raises(SettingsError, match="judged by what it was made from"):
         check_held_out(["a"], [0], [], [0])
+    for prompts, seeds, said in (
+        ([], [], "one or more"),
+        ([], [2, 2], "each given once"),
+        ([], [-1], "seed"),
+        (["b", "b"], [1], "more than once"),
+        ([" "], [1], "not empty"),
+    ):
+        with pytest.raises(SettingsError, match=said):
+            check_held_out(["a"], [0], prompts, seeds)
 
 
 # The search on a model whose errors are known
