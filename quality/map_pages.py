@@ -37,6 +37,11 @@ SHOWN = {
         "The same relative L2, of the pipeline's own attention against exact float32 attention of the sampled rows: "
         "what its own rounding and order of sums make. Errors of this height say nothing about a policy.",
     ),
+    "unexplained": Shown(
+        "no unit",
+        "Relative L2 of the policy's result against what the reference makes of the same numerics, in sampled rows: "
+        "the part of the error that is no choice of the policy. Above 4096 keys it holds some rounding of Q and K.",
+    ),
     "zero_codes": Shown("share", "Share of P's entries that the format rounds to 0; in a sample of rows."),
     "clipped": Shown(
         "share", "Share of P's entries larger than the largest value that their block can hold; in a sample of rows."

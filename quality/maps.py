@@ -36,7 +36,7 @@ from wanfp4.quality.plan import DEFAULT_SEEDS, Plan, check_call, make_plan
 from wanfp4.quality.record import Seen, watching
 from wanfp4.quality.report import json_text, steps_of
 from wanfp4.quality.shadow import FIGURES, ROWS, Place, Record, Shadow, spaced
-from wanfp4.quality.suspects import Suspect, suspects
+from wanfp4.quality.suspects import SMALLEST, TOLERATED, Suspect, suspects
 
 log = logging.getLogger("wanfp4")
 
@@ -100,18 +100,26 @@ class AttentionMap:
         return np.array([ran != "exact" for ran in self.data["ran"]])
 
     def suspects(self, keep: int = 10) -> list[Suspect]:
-        """Where the error is larger than the rest of the map lets expect, most suspicious first.
+        """Where something is wrong, most suspicious first; `Suspect.stands_out` says whether anything is.
 
-        Cells that stay in the pipeline's own attention are left out: they have no error, which is no reason for the
-        others to look large.
+        First where a result is not what the numerics make of its q, k, v ("unexplained"): damage. Then where the error
+        itself is larger than the rest of the map lets expect ("rel_l2"): places that are hard for the policy. Cells
+        that stay in the pipeline's own attention are left out.
         """
+        damage = [one for one in self._suspects("unexplained", TOLERATED) if one.stands_out]
+        hard = [one for one in self._suspects("rel_l2", SMALLEST) if not any(d.overlaps(one) for d in damage)]
+        return [*damage, *hard][:keep]
+
+    def _suspects(self, figure: str, least: float) -> list[Suspect]:
         chosen = self.rounded()
-        cells = {p: v for (p, v), on in zip(self.medians("rel_l2").items(), chosen, strict=True) if on}
+        cells = {p: v for (p, v), on in zip(self.medians(figure).items(), chosen, strict=True) if on}
+        if not cells:
+            return []
         heads = None
-        if self.data["per_head"] and self.data["runs"]:
-            middle = _medians(self.heads("rel_l2"), self._reached())
+        if self.data["per_head"]:
+            middle = _medians(self.heads(figure), self._reached())
             heads = {p: list(v) for p, v, on in zip(self.places, middle, chosen, strict=True) if on}
-        return suspects(cells, heads, keep=keep) if cells else []
+        return suspects(cells, heads, figure=figure, least=least, keep=len(cells) * 100)
 
     def to_dict(self) -> Json:
         """What map.json holds: a copy, plain JSON values."""
@@ -214,7 +222,7 @@ class AttentionMap:
                 {"expert": e, "step": s, **over(np.array([(p.expert, p.step) == (e, s) for p in places]) & chosen)}
                 for e, s in columns
             ],
-            "suspects": [{**one.to_dict(), "text": str(one)} for one in self.suspects()],
+            "suspects": [{**one.to_dict(), "where": one.where, "text": str(one)} for one in self.suspects()],
         }
 
 

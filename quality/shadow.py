@@ -26,6 +26,7 @@ FIGURES = {
     "rel_l2": "relative L2",
     "cosine": "cosine",
     "floor": "noise floor",
+    "unexplained": "unexplained",
     "zero_codes": "codes of 0",
     "clipped": "clipped",
     "largest_logit": "largest logit",
@@ -76,12 +77,14 @@ class Record:
 class _Sample:
     """What a call's statistics need, copied: heads folded into the first dimension, [B·H, …, D].
 
-    q are whole 128-token blocks; `own` is the pipeline's own output for those of its rows that are sampled.
+    q are whole 128-token blocks; `out` and `own` are the policy's and the pipeline's own output for those of its rows
+    that are sampled.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
+    out: Tensor
     own: Tensor
     numerics: Numerics
     scale: float
@@ -126,7 +129,7 @@ class Shadow:
             place = Place(call.expert, call.site.blocks, call.site.layer, call.step or 0, call.branch)
             sums = _error_sums(call.out, own)
             self._pending.append(_Pending(place, call.sigma, call.ran.name, len(call.q), sums, sample))
-            self._bytes += sum(t.nbytes for t in (sample.q, sample.k, sample.v, sample.own))
+            self._bytes += sum(t.nbytes for t in (sample.q, sample.k, sample.v))
         if self._bytes >= _PENDING_BYTES:
             self._flush()
         return own if self.forced else None
@@ -207,6 +210,7 @@ def _sample(call: Call, own: Tensor, rows: int, *, copy: bool) -> _Sample:
         folded(call.q.index_select(1, index)),
         folded(call.k),
         folded(call.v),
+        folded(call.out.index_select(1, sampled)),
         folded(own.index_select(1, sampled)),
         call.numerics,
         1 / math.sqrt(call.q.shape[-1]),
@@ -217,48 +221,48 @@ def _sample(call: Call, own: Tensor, rows: int, *, copy: bool) -> _Sample:
 def _statistics(samples: Sequence[_Sample], rows: int) -> list[dict[str, Tensor]]:
     """Figures of each sample, [B·H] float32; all samples have the same shapes and numerics."""
     first = samples[0]
-    q, k, v, own = (
+    parts = [
         torch.cat([getattr(s, name) for s in samples]) if len(samples) > 1 else getattr(first, name)
-        for name in ("q", "k", "v", "own")
-    )
+        for name in ("q", "k", "v", "out", "own")
+    ]
+    q, k = parts[:2]
     index = _indices(first.tokens, rows, q.device)[1]
     limit = _CPU_ELEMENTS if q.device.type == "cpu" else _ELEMENTS
     rounded = (q.shape[1] + min(k.shape[1], KEY_TILES * reference.TILE)) * q.shape[2]
     step = max(1, limit // max(len(index) * k.shape[1], rounded))
     chunks = [
-        _head_statistics(
-            q[h : h + step], index, k[h : h + step], v[h : h + step], own[h : h + step], first.numerics, first.scale
-        )
+        _head_statistics(*(part[h : h + step].float() for part in parts), index, first.numerics, first.scale)
         for h in range(0, len(q), step)
     ]
     table = torch.cat(chunks, 1)
-    names = ("error", "size", "zero_codes", "clipped", "largest_logit", "variance", "entropy")
+    names = ("error", "size", "unexplained", "zero_codes", "clipped", "largest_logit", "variance", "entropy")
     each = len(first.q)
     return [{name: table[j, i * each : (i + 1) * each] for j, name in enumerate(names)} for i in range(len(samples))]
 
 
 def _head_statistics(
-    q: Tensor, rows: Tensor, k: Tensor, v: Tensor, own: Tensor, numerics: Numerics, scale: float
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, own: Tensor, rows: Tensor, numerics: Numerics, scale: float
 ) -> Tensor:
-    """[7, h] float32: what `_statistics` names, over the sampled rows of each head.
+    """[8, h] float32: what `_statistics` names, over the sampled rows of each head.
 
-    "error" and "size" are ‖own − exact‖² and ‖exact‖², where exact is float32 attention of the same rows.
+    "error" and "size" are ‖own − exact‖² and ‖exact‖², where exact is float32 attention of the same rows, and
+    "unexplained" is ‖out − emulated‖², where emulated is what the reference makes of the numerics.
     """
-    q, k = q.float(), k.float()
     z = q[:, rows] @ k.transpose(1, 2) * scale  # [h, r, Sk]
     top = z.amax(-1, keepdim=True)
     p = (z - top).exp_()
     total = p.sum(-1, keepdim=True)
     p /= total
-    exact = p @ v.float()
+    exact = p @ v
     # −Σ p·ln p with ln p = (z − top) − ln total
     entropy = total.log().squeeze(-1) - (p * (z - top)).sum(-1)
     del p  # the codes' temporaries are as large
-    zeros, clipped = code_shares(z, q, rows, k, numerics, scale)
+    emulated, zeros, clipped = emulate(z, q, rows, k, v, numerics, scale)
     return torch.stack(
         [
-            (own.float() - exact).square().sum((1, 2)),
+            (own - exact).square().sum((1, 2)),
             exact.square().sum((1, 2)),
+            (out - (exact if emulated is None else emulated)).square().sum((1, 2)),
             zeros,
             clipped,
             z.abs().amax((1, 2)),
@@ -268,21 +272,22 @@ def _head_statistics(
     )
 
 
-def code_shares(
-    z: Tensor, q: Tensor, rows: Tensor, k: Tensor, numerics: Numerics, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Shares [h] of P's entries that the format rounds to 0, and that are larger than it can hold.
+def emulate(
+    z: Tensor, q: Tensor, rows: Tensor, k: Tensor, v: Tensor, numerics: Numerics, scale: float
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """What the reference makes of some rows: their output [h, r, D] (None where nothing is rounded), and the shares [h]
+    of P's entries that the format rounds to 0, and that are larger than it can hold.
 
-    z [h, r, Sk] unrounded logits of the `rows` of q [h, n·128, D]; k [h, Sk, D], all float32. Up to 4096 keys the codes
-    are those of the reference. Beyond, only the keys of 32 tiles are rounded and counted; the others stand in z with
-    their unrounded logits, so that a row's reference and range are right all the same.
+    z [h, r, Sk] unrounded logits of the `rows` of q [h, n·128, D]; k and v [h, Sk, D], all float32. Up to 4096 keys
+    this is the reference. Beyond, only the keys of 32 tiles are rounded and counted; the others stand in z with their
+    unrounded logits, so that a row's reference and range are right all the same.
     """
-    if numerics.p in ("exact", "bf16"):
-        none = torch.zeros(len(z), device=z.device)
-        return none, none
+    none = torch.zeros(len(z), device=z.device)
+    if numerics.is_exact:
+        return None, none, none
     order = reference.key_order(k.shape[1], numerics.row_reference, k.device)
     if order is not None:
-        k, z = k[:, order], z[..., order]
+        k, v, z = k[:, order], v[:, order], z[..., order]
     if numerics.smooth_k:
         mean = k.mean(1, keepdim=True)
         k, z = k - mean, z - q[:, rows] @ mean.transpose(1, 2) * scale
@@ -294,6 +299,16 @@ def code_shares(
     weights = reference.probabilities(z, m, numerics)
     if m.shape[-1] > 1:
         m = m.repeat_interleave(tile, -1)[..., :count]
+    v4 = v.transpose(0, 1).unsqueeze(0)
+    rounding = Numerics(
+        v=numerics.v, smooth_v=numerics.smooth_v, global_scale=numerics.global_scale and "nvfp4" in numerics.v
+    )
+    values = reference.prepare(v4[:, :1], v4[:, :1], v4, rounding, scale)
+    out = weights.weight @ values.v * values.v_scale / weights.total.unsqueeze(-1)
+    if values.v_mean is not None:
+        out = out + values.v_mean
+    if numerics.p in ("exact", "bf16"):
+        return out, none, none
     codes = weights.weight if weights.codes is None else weights.codes.flatten(-2)[..., :count]
     zeros = (codes.index_select(-1, keys) == 0).float().mean((1, 2))
 
@@ -307,7 +322,7 @@ def code_shares(
         beyond = exact > largest.repeat_interleave(block, -1)[..., :count] + _CLIPPED_OCTAVES
     else:
         beyond = exact > math.log2(_LARGEST.get(numerics.p, math.inf)) + _CLIPPED_OCTAVES
-    return zeros, beyond.index_select(-1, keys).float().mean((1, 2))
+    return out, zeros, beyond.index_select(-1, keys).float().mean((1, 2))
 
 
 def _rounded_logits(q: Tensor, rows: Tensor, k: Tensor, numerics: Numerics, scale: float) -> Tensor:
@@ -334,18 +349,20 @@ def _record(one: _Pending, statistics: dict[str, Tensor]) -> Record:
     sums = one.sums.to("cpu", torch.float64)
     s = {name: t.to("cpu", torch.float64).unflatten(0, (one.batch, -1)) for name, t in statistics.items()}  # [B, H]
     size = s["size"].sum(0)
-    floor = {"error": s["error"].sum(0), "size": size}
 
     def figures(keep_heads: bool) -> dict[str, Tensor]:
         def over(t: Tensor, how: str = "sum") -> Tensor:
             return t if keep_heads else getattr(t, how)(-1)
 
         cosine, rel_l2 = from_sums(*(over(x) for x in sums))
-        of_floor = from_sums(*(over(floor[n]) for n in ("size", "size", "size", "error")))[1]
+        of_floor, unexplained = (
+            from_sums(*(over(t) for t in (size, size, size, s[name].sum(0))))[1] for name in ("error", "unexplained")
+        )
         return {
             "rel_l2": rel_l2,
             "cosine": cosine,
             "floor": of_floor,
+            "unexplained": unexplained,
             "zero_codes": over(s["zero_codes"].mean(0), "mean"),
             "clipped": over(s["clipped"].mean(0), "mean"),
             "largest_logit": over(s["largest_logit"].amax(0), "amax"),

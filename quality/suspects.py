@@ -22,6 +22,8 @@ from wanfp4.quality.shadow import Place
 
 # Errors outside are as bad, or as good, as these: 0 of a call that nothing was rounded in, NaN of a broken one.
 SMALLEST, LARGEST = 1e-8, 1e3
+# What a backend may differ from the reference: output rounded to 16 bits, another order of sums, codes on a boundary.
+TOLERATED = 0.02
 # A deviation counts in units of what is usual among its like, but of no less than 5 %.
 LEAST_SPREAD = math.log(1.05)
 # What stands out: so many of those units, and at least half as large again as usual.
@@ -37,7 +39,8 @@ class Suspect:
     """A place whose error is larger than usual.
 
     kind   "layer" (all its steps), "step" (all its layers) or "cell" (one layer and step); with `head` that head alone.
-    error  the median relative L2 there, and `usual` what the rest of the map lets expect.
+    figure the figure that stands out: "unexplained", or "rel_l2".
+    error  its median there, and `usual` what the rest of the map lets expect.
     score  the deviation in units of the usual spread; larger is more suspicious.
     branches  in which it stands out.
     """
@@ -52,6 +55,7 @@ class Suspect:
     error: float
     usual: float
     score: float
+    figure: str = "rel_l2"
 
     @property
     def factor(self) -> float:
@@ -65,7 +69,9 @@ class Suspect:
         figures = {"error": number(self.error), "usual": number(self.usual), "score": number(self.score)}
         return {**vars(self), "branches": list(self.branches), **figures, "stands_out": self.stands_out}
 
-    def __str__(self) -> str:
+    @property
+    def where(self) -> str:
+        """The place in words: steps counted from 1, layers and heads from 0."""
         parts = []
         if self.layer is not None:
             parts.append(f"layer {self.layer}" + ("" if self.blocks in (None, "blocks") else f" of {self.blocks}"))
@@ -76,8 +82,19 @@ class Suspect:
             parts.append("all layers")
         if len(self.branches) == 1 and self.branches[0]:
             parts.append(f"{self.branches[0]} only")
+        return f"{self.expert}, {', '.join(parts)}"
+
+    def __str__(self) -> str:
+        if self.figure == "unexplained":  # as good as 0 elsewhere
+            return f"{self.where}: the result is {self.error:.3g} off what the numerics make of the same q, k, v"
         times = "" if self.factor > 1e4 else f", {self.factor:.3g} times the usual {self.usual:.3g}"
-        return f"{self.expert}, {', '.join(parts)}: relative L2 {self.error:.3g}{times}"
+        return f"{self.where}: relative L2 {self.error:.3g}{times}"
+
+    def overlaps(self, other: Suspect) -> bool:
+        """Whether one of the two places holds the other."""
+        pairs = [(getattr(self, n), getattr(other, n)) for n in ("layer", "blocks", "head", "step")]
+        wider = all(a is None or a == b for a, b in pairs) or all(b is None or a == b for a, b in pairs)
+        return self.expert == other.expert and wider
 
 
 def suspects(
@@ -85,18 +102,21 @@ def suspects(
     heads: Cells[Sequence[float]] | None = None,
     *,
     keep: int = 10,
+    figure: str = "rel_l2",
+    least: float = SMALLEST,
 ) -> list[Suspect]:
     """The most suspicious places of a map, most suspicious first.
 
-    cells  relative L2 by (expert, blocks, layer, step, branch).
+    cells  an error, `figure`, by (expert, blocks, layer, step, branch).
     heads  the same for each head; then layers and cells are named with the head that is to blame.
+    least  errors below it are all as good.
 
     Needs three layers (or heads) and three steps of an expert to tell a cell from its row or column.
     """
     found: dict[tuple[Any, ...], list[Suspect]] = {}
     for expert, branch in dict.fromkeys((place[0], place[4]) for place in cells):
         here = {place: value for place, value in cells.items() if (place[0], place[4]) == (expert, branch)}
-        for one in _of_branch(expert, branch, here, heads):
+        for one in _of_branch(expert, branch, here, heads, least):
             found.setdefault((one.kind, one.expert, one.blocks, one.layer, one.head, one.step), []).append(one)
     merged = []
     for group in found.values():
@@ -104,7 +124,7 @@ def suspects(
         loud = [s.branches[0] for s in group if s.stands_out] or [worst.branches[0]]
         every = len({place[4] for place in cells if place[0] == worst.expert})
         named = tuple(loud) if len(loud) < every or every == 1 else ()
-        merged.append(dataclasses.replace(worst, branches=named))
+        merged.append(dataclasses.replace(worst, branches=named, figure=figure))
     merged = _whole_layers(merged)
     # A cell explains less than a layer or step that stands out as much: those first.
     order = {"step": 0, "layer": 1, "cell": 2}
@@ -126,14 +146,16 @@ def _whole_layers(found: Sequence[Suspect]) -> list[Suspect]:
     return out
 
 
-def _of_branch(expert: str, branch: str, cells: Cells[float], heads: Cells[Sequence[float]] | None) -> list[Suspect]:
+def _of_branch(
+    expert: str, branch: str, cells: Cells[float], heads: Cells[Sequence[float]] | None, least: float
+) -> list[Suspect]:
     layers = list(dict.fromkeys((place[1], place[2]) for place in cells))
     steps = sorted({place[3] for place in cells})
 
     def table(value: Callable[[Place], float]) -> Floats:
         """[layers, steps] of log errors; NaN where the map has no cell."""
         places = [[Place(expert, *layer, step, branch) for step in steps] for layer in layers]
-        return np.array([[_log(value(p)) if p in cells else math.nan for p in row] for row in places])
+        return np.array([[_log(value(p), least) if p in cells else math.nan for p in row] for row in places])
 
     logs = table(lambda place: cells[place])
     _, by_layer, by_step, rest = polish(logs)
@@ -174,8 +196,8 @@ def _suspect(
     return Suspect(kind, expert, blocks, layer, head, step, (branch,), error, error / math.exp(excess), float(score))
 
 
-def _log(error: float) -> float:
-    return math.log(LARGEST if math.isnan(error) else min(max(error, SMALLEST), LARGEST))
+def _log(error: float, least: float) -> float:
+    return math.log(LARGEST if math.isnan(error) else min(max(error, least), LARGEST))
 
 
 def polish(table: Floats, rounds: int = 10) -> tuple[float, Floats, Floats, Floats]:

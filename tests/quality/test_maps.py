@@ -341,6 +341,51 @@ def test_nan_is_the_worst_there_is_and_never_averaged_away(monkeypatch, pipe):
     assert ">NaN<" in module.map_html(data)
 
 
+def test_nothing_is_unexplained_where_nothing_is_damaged(whole):
+    assert (whole.values("unexplained") < 1e-4).all()
+
+
+def test_places_overlap_when_one_holds_the_other():
+    one = suspects_module.Suspect("layer", "transformer", "blocks", 2, 1, None, (), 1.0, 0.1, 9.0)
+    step = suspects_module.Suspect("step", "transformer", None, None, None, 3, (), 1.0, 0.1, 9.0)
+    cell = dataclasses.replace(one, kind="cell", step=3)
+    assert one.overlaps(cell)
+    assert cell.overlaps(one)
+    assert step.overlaps(cell)
+    assert not step.overlaps(one)
+    assert not one.overlaps(dataclasses.replace(one, head=0))
+    assert one.overlaps(dataclasses.replace(one, head=None))
+    assert not one.overlaps(dataclasses.replace(one, expert="transformer_2"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("damage", "where", "named"),
+    [
+        (0, {"layer": 4}, ("layer", 4, 0, None)),
+        (1, {"layer": 0}, ("layer", 0, 1, None)),
+        (None, {"step": 2}, ("step", None, None, 2)),
+        (None, {"layer": 6, "step": 1}, ("cell", 6, None, 1)),
+    ],
+)
+def test_damage_in_the_bundled_pipeline_is_named_whatever_its_layers_are_like(monkeypatch, damage, where, named):
+    """Errors of trained layers differ by themselves; what is not explained by the numerics does not."""
+    from wanfp4.processors.pipelines import info_of, load_pipeline
+    from wanfp4.samples import bundled
+
+    pipe = load_pipeline(bundled(), device="cpu")
+    how = broken_scale if damage is None else permuted_v(damage)
+    found = damaged_map(
+        monkeypatch, pipe, how, lambda **at: where.items() <= at.items(),
+        settings=dataclasses.replace(info_of(pipe).settings(), steps=3), max_sequence_length=512,
+    )  # fmt: skip
+    worst, *rest = found.suspects()
+    assert worst.stands_out
+    assert worst.figure == "unexplained"
+    assert (worst.kind, worst.layer, worst.head, worst.step) == named
+    assert not any(one.stands_out for one in rest if one.figure == "unexplained")
+
+
 def test_polishing_finds_effects_exactly():
     rows, columns = np.array([0.0, 1.0, -2.0, 0.5, 0.0]), np.array([0.3, 0.0, -0.1])
     table = 2.0 + rows[:, None] + columns
@@ -374,7 +419,7 @@ def test_suspects_are_json(monkeypatch, pipe):
     found = damaged_map(monkeypatch, pipe, permuted_v(1), lambda **at: at["layer"] == 1)
     one = found.to_dict()["summary"]["suspects"][0]
     assert json.loads(json.dumps(one)) == one
-    assert set(one) == {*(f.name for f in dataclasses.fields(suspects_module.Suspect)), "stands_out", "text"}
+    assert set(one) == {*(f.name for f in dataclasses.fields(suspects_module.Suspect)), "stands_out", "where", "text"}
 
 
 def module_readings(found):

@@ -147,6 +147,21 @@ def test_clipped_nvfp4_is_what_exceeds_six_times_its_blocks_scale():
         assert clipped > 50
 
 
+@pytest.mark.parametrize("name", policies())
+def test_what_the_reference_ran_is_explained_and_what_it_did_not_is_not(name):
+    numerics = get_policy(name).numerics
+    one = call(*tensors(6, 300), numerics)
+    found, _ = record(one, rows=40)
+    assert found.figures["unexplained"] < 1e-5
+    out = one.out.clone()
+    out[:, :, 1] += 0.1 * out[:, :, 1].norm() / 300**0.5 / 128**0.5 * torch.ones(128)
+    off, _ = record(dataclasses.replace(one, out=out), rows=300)
+    exact = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (one.q, one.k, one.v)))
+    expected = float((out - one.out)[:, :, 1].norm() / exact[:, 1].norm())
+    assert off.heads["unexplained"][1] == pytest.approx(expected, rel=1e-3)
+    assert off.heads["unexplained"][0] < 1e-5
+
+
 def test_formats_that_round_no_codes_have_neither_zeros_nor_clipping():
     q, k, v = tensors(9, 64)
     found, _ = record(call(q, k, v, EXACT), rows=64)
