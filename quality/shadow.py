@@ -229,11 +229,11 @@ def _statistics(samples: Sequence[_Sample], rows: int) -> list[dict[str, Tensor]
     index = _indices(first.tokens, rows, q.device)[1]
     limit = _CPU_ELEMENTS if q.device.type == "cpu" else _ELEMENTS
     rounded = (q.shape[1] + min(k.shape[1], KEY_TILES * reference.TILE)) * q.shape[2]
-    step = max(1, limit // max(len(index) * k.shape[1], rounded))
-    chunks = [
-        _head_statistics(*(part[h : h + step].float() for part in parts), index, first.numerics, first.scale)
-        for h in range(0, len(q), step)
-    ]
+    step = max(1, limit // max(len(index) * k.shape[1], k.shape[1] * k.shape[2], rounded))
+    chunks = []
+    for h in range(0, len(q), step):
+        q_, k_, v_, out_, own_ = (part[h : h + step].float() for part in parts)
+        chunks.append(_head_statistics(q_, k_, v_, out_, own_, index, first.numerics, first.scale))
     table = torch.cat(chunks, 1)
     names = ("error", "size", "unexplained", "zero_codes", "clipped", "largest_logit", "variance", "entropy")
     each = len(first.q)
