@@ -21,7 +21,7 @@ from wanfp4.cli.latents import (
     save_latents,
     write_clip,
 )
-from wanfp4.errors import BackendError, OutputError
+from wanfp4.errors import BackendError, OutputError, SettingsError
 from wanfp4.policy import Policy, get_policy
 from wanfp4.processors.model_info import ModelInfo, Settings, inspect_model
 
@@ -137,7 +137,7 @@ def generate(
     Writes an mp4 and, beside it, a JSON receipt with everything needed to make it again. Sizes, steps and the like
     default to what the model was published with. The path of the mp4 goes to stdout, all else to stderr.
     """
-    chosen = _policy(policy, device)
+    chosen = _policy(policy, device, dtype, backend)
     named, source = common.named_model(model)
     info = inspect_model(source)
     info.check_attention()
@@ -180,14 +180,18 @@ def generate(
         _run(plan, keep_latents)
 
 
-def _policy(name: str, device: str) -> Policy:
+def _policy(name: str, device: str, dtype: str, backend: str | None) -> Policy:
     """A policy, or what "auto" stands for on the device, which is said."""
     if name != "auto":
         return get_policy(name)
     from wanfp4.kernels.automatic import automatic
-    from wanfp4.processors.pipelines import pick_device
+    from wanfp4.processors import pipelines
 
-    chosen, why = automatic(pick_device(device))
+    if backend is not None:
+        raise SettingsError("--policy auto chooses the backend, too: leave out --backend, or name a policy")
+    pipelines.check_dtype(dtype)
+    model_dtype = pipelines.DTYPES["bf16" if dtype == "auto" else dtype]
+    chosen, why = automatic(pipelines.pick_device(device), model_dtype)
     common.note(why)
     return chosen
 

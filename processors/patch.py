@@ -39,8 +39,10 @@ def patch(
     pipe     a diffusers pipeline that holds Wan transformers (WanPipeline, its relatives for image, video, VACE,
              Animate, Lucy Edit, ChronoEdit, modular ones), compiled or not, or one such transformer. Both experts of
              Wan2.2 are patched. Cross-attention never is.
-    policy   a preset's name, a `Policy`, the path of a policy's JSON file, or "auto": FP4 on Blackwell, FP8 on Hopper,
-             the pipeline's own attention elsewhere. The handle's `policy` is what that was, its `why` says why.
+    policy   a preset's name, a `Policy`, the path of a policy's JSON file, or "auto": FP4 on B200 and its kin, FP8 on
+             Hopper and on GeForce and data-centre cards from Ada on, the pipeline's own attention elsewhere. It goes by
+             where the weights are, and for weights on the CPU by the current GPU, if there is one. The handle's
+             `policy` is what that was, its `why` says why.
     backend  name of the backend to use; None takes the fastest that can run each call.
     strict   make everything an error that would leave attention to the pipeline although the policy asks for 4 bits.
 
@@ -54,7 +56,9 @@ def patch(
     experts = [_inspect(name, component) for name, component in _wan_components(pipe).items()]
     why = None
     if policy == AUTO:
-        chosen, why = automatic(_devices(experts)[0])
+        if backend is not None:
+            raise BackendError(f"policy 'auto' chooses the backend, too; name a policy, or leave {backend!r} out")
+        chosen, why = automatic(*_likely_place(experts))
         log.info("%s", why)
     else:
         chosen = get_policy(policy)
@@ -305,6 +309,14 @@ def _devices(experts: list[_Expert]) -> list[torch.device]:
         if parameter is not None and parameter.device.type != "meta":  # weights that offloading keeps elsewhere
             devices.append(parameter.device)
     return devices or [torch.device("cpu")]
+
+
+def _likely_place(experts: list[_Expert]) -> tuple[torch.device, torch.dtype]:
+    """Where the experts will most likely run, and in which dtype: where their weights are, if that is no CPU."""
+    dtype = getattr(experts[0].transformer, "dtype", torch.bfloat16)  # not a parameter's: Wan keeps some in float32
+    devices = _devices(experts)
+    on_gpu = [device for device in devices[::-1] if device.type != "cpu"]
+    return (on_gpu or devices)[0], dtype
 
 
 def _check_backend(policy: Policy, backend: str | None, strict: bool, experts: list[_Expert]) -> None:

@@ -393,7 +393,8 @@ def get_policy(policy: str | Path | Policy) -> Policy:
     if isinstance(policy, Path) or (isinstance(policy, str) and policy.endswith(".json")):
         policy = Policy.from_json(Path(policy))
     if not isinstance(policy, Policy):
-        raise PolicyError(f"unknown policy {policy!r}; presets are {', '.join(known)}; a path must end in .json")
+        hint = "'auto' is for patch and generate; " if policy == "auto" else ""
+        raise PolicyError(f"unknown policy {policy!r}; {hint}presets are {', '.join(known)}; a path must end in .json")
     if policy.name in known and policy.numerics != known[policy.name].numerics:
         raise PolicyError(f"policy {policy.name!r} has other numerics than the preset of that name; give it a new name")
     return policy

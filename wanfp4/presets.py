@@ -108,7 +108,7 @@ def presets() -> tuple[Policy, ...]:
         ),
         Policy(
             "fp8-direct",
-            dataclasses.replace(mxfp8, p="fp8-direct", p_peak=32.0),
+            dataclasses.replace(mxfp8, p="fp8-direct", p_peak=256.0),
             description="mxfp8-token-block with the bytes of P straight from scores, as Direct-P: no exponential.",
         ),
     )

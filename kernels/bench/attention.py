@@ -3,7 +3,7 @@
     python kernels/bench/attention.py --shape 32760x12 --policy wan-fast --policy nvfp4 --json configs.json
 
 What `emulated.configs` and `hopper.backend.BUILDS` list first is what runs: this script says whether it still should.
-Variants take turns; medians are told. Without a GPU it runs in Triton's interpreter (TRITON_INTERPRET=1), for toy sizes.
+Variants take turns; medians are told. Without a GPU it runs in Triton's interpreter (TRITON_INTERPRET=1), toy sizes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def measure(policy: Policy, tokens: int, heads: int, device: torch.device, round
         variants["quantize for sm90"] = functools.partial(sm90.quantize, q, k, v, n, verify.SCALE)
         for build in sm90.BUILDS[n.p == "fp8-direct"]:
             label = f"sm90, {build.groups} groups, {build.stages} stages" + (", overlap" if build.overlap else "")
-            variants[label] = functools.partial(sm90.multiply, images, q, k, n, False, build)
+            variants[label] = functools.partial(sm90.multiply, images, q, k, False, build)
     variants |= verify.sdpa_contenders(q, k, v)
     clock: verify.Clock = verify.CudaClock() if q.is_cuda else verify.HostClock()
     times = verify.interleaved(variants, clock, rounds, warm_up=3 if q.is_cuda else 1)

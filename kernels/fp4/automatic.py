@@ -1,4 +1,4 @@
-"""The policy "auto": what makes attention faster on a device with the least error, or the pipeline's own attention."""
+"""The policy "auto": attention on hardware made for 4 or 8 bits where a device has it, else the pipeline's own."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from wanfp4.policy import Policy, policies
 
 AUTO = "auto"
 
-# Who is asked, in this order. "fp8-direct" has a sixth of the error of "wan-fast": FP4 comes first where it is faster.
-CANDIDATES = (("sm100", "wan-fast"), ("sm90", "fp8-direct"), ("sm89", "fp8-direct"))
+# Who is asked, in this order, the preset it is asked for, and what has to be known about its speed.
+CANDIDATES = (
+    ("sm100", "wan-fast", "nobody has timed it on hardware yet"),
+    ("sm90", "fp8-direct", None),
+    ("sm89", "fp8-direct", "nobody has timed it on such a card yet"),
+)
 
 
 class Choice(NamedTuple):
@@ -22,19 +26,20 @@ class Choice(NamedTuple):
     why: str
 
 
-def automatic(device: torch.device) -> Choice:
-    """What "auto" stands for on `device`."""
+def automatic(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Choice:
+    """What "auto" stands for on `device`, for a model in `dtype`."""
     known = {backend.name: backend for backend in dispatch.backends()}
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     reasons = []
-    for name, preset in CANDIDATES:
-        policy = policies()[preset]
-        why_not = known[name].why_not(policy.numerics, device)
+    for name, preset, caveat in CANDIDATES:
+        policy, backend = policies()[preset], known[name]
+        one = torch.empty(1, 1, 1, dispatch.HEAD_DIM, dtype=dtype, device="meta")
+        why_not = backend.why_not(policy.numerics, device) or backend.declines(
+            one, one, one, policy.numerics, policy.guard, 1.0, False
+        )
         if why_not is None:
-            return Choice(policy, f"auto is {preset!r} here: the backend {name!r} runs it on {_called(device)}")
+            why = f"auto is {preset!r} here: the backend {name!r} runs it on {where}"
+            return Choice(policy, "; ".join([why, *([caveat] if caveat else []), *reasons]))
         reasons.append(f"{name}: {why_not}")
-    why = f"auto is 'bf16' here, the pipeline's own attention: nothing is faster on {_called(device)}"
-    return Choice(policies()["bf16"], f"{why}; {'; '.join(reasons)}")
-
-
-def _called(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    why = f"auto is 'bf16' here, the pipeline's own attention: nothing is faster on {where}"
+    return Choice(policies()["bf16"], "; ".join([why, *reasons]))

@@ -1,4 +1,4 @@
-"""The backend "sm89": the numerics of "sm90" in Triton, for the FP8 tensor cores of Ada and of what came after it.
+"""The backend "sm89": `fp8-direct` in Triton, for the FP8 tensor cores of Ada and of GeForce cards after it.
 
 Importing it imports no triton. With TRITON_INTERPRET=1, set before triton is imported, it runs on CPU tensors.
 """
@@ -17,7 +17,7 @@ from wanfp4.kernels.hopper import backend as sm90
 from wanfp4.policy import Numerics
 
 CAPABILITY = (8, 9)
-_NEEDED_GPU = "a GPU of compute capability 8.9 or later (RTX 40, L4, L40S, H100, RTX 50)"
+_NEEDED_GPU = "a GPU of compute capability 8.9 or 12 (RTX 40, L4, L40S, RTX 50)"
 
 
 def missing() -> str | None:
@@ -33,7 +33,7 @@ def missing() -> str | None:
 def wrong_gpu(index: int) -> str | None:
     """Why CUDA device `index` cannot run the kernels, or None."""
     capability = torch.cuda.get_device_capability(index)
-    if capability >= CAPABILITY:
+    if capability == CAPABILITY or capability[0] == 12:
         return None
     name = torch.cuda.get_device_name(index)
     return f"{name} has compute capability {capability[0]}.{capability[1]}, and it needs {_NEEDED_GPU}"
@@ -47,13 +47,20 @@ def refuses(numerics: Numerics, device: torch.device) -> str | None:
         wrong = wrong_gpu(torch.cuda.current_device() if device.index is None else device.index)
         if wrong:
             return wrong
+    return limits(numerics)
+
+
+def limits(numerics: Numerics) -> str | None:
+    """Why the kernels do not compute these numerics on any device, or None."""
+    if numerics.p != "fp8-direct":
+        return f"its P is 'fp8-direct', and these numerics ask for {numerics.p!r}"
     return sm90.limits(numerics)
 
 
 def run(
     q: Tensor, k: Tensor, v: Tensor, numerics: Numerics, scale: float, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Queue an attention call that `sm90.limits` and `sm90.declines` have nothing against: out [B, Sq, H, 128] BF16
+    """Queue an attention call that `limits` and `sm90.declines` have nothing against: out [B, Sq, H, 128] BF16
     and lse [B, H, Sq] or None."""
     if q.is_cuda:
         with torch.cuda.device(q.device):
@@ -73,7 +80,7 @@ def _run(
     rows = 128 if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9 else 64
     kernels.forward[(batch * heads * -(-queries // rows),)](
         tiles.q, tiles.k, tiles.v, tiles.octaves, tiles.meta, tiles.v_mean, out, lse, heads, queries, k.shape[1],
-        *out.stride()[:3], DIRECT=numerics.p == "fp8-direct", PEAK=math.log2(sm90.PEAK),
+        *out.stride()[:3], PEAK=math.log2(sm90.PEAK),
         V_MEAN=tiles.v_mean is not None, LSE=return_lse, BM=rows, num_warps=rows // 16, num_stages=2,
     )  # fmt: skip
     return out, lse

@@ -4,8 +4,7 @@ Importing it imports triton."""
 import triton
 import triton.language as tl
 
-from wanfp4.kernels.emulated_rounding import INTERPRET, at_most, bound, round_e4m3, to_bf16
-from wanfp4.kernels.hopper.quantize import e4m3_byte
+from wanfp4.kernels.emulated_rounding import INTERPRET, bound, to_bf16
 
 TILE = tl.constexpr(128)
 LOG2_448 = tl.constexpr(8.80735)
@@ -51,9 +50,7 @@ def tile_of(source, row, ROWS: tl.constexpr):
 
 
 @triton.jit
-def step(
-    q, k, v, meta, q_octaves, acc, total, reference, line, key, keys, DIRECT: tl.constexpr, MASKED: tl.constexpr
-):  # fmt: skip
+def step(q, k, v, meta, q_octaves, acc, total, reference, line, key, keys, MASKED: tl.constexpr):
     """One more tile of keys, the `line`-th of all heads' tiles."""
     numbers = meta + line * 16
     block = tl.arange(0, TILE) // 32
@@ -67,12 +64,9 @@ def step(
         total *= factor
     behind = tl.load(numbers + 4 + block)
     t += behind[None, :] - reference[:, None]
-    if DIRECT:
-        # 2^23 and more has no fraction: adding it rounds.
-        byte = tl.minimum(tl.maximum(t * 8.0 + 56.0, 0.0), 126.0)
-        p = ((byte + 8388608.0).to(tl.uint32, bitcast=True) & 0x7F).to(tl.uint8)
-    else:
-        p = e4m3_byte(round_e4m3(at_most(tl.exp2(t), 448.0), 1.0))
+    # 2^23 and more has no fraction: adding it rounds.
+    byte = tl.minimum(tl.maximum(t * 8.0 + 56.0, 0.0), 126.0)
+    p = ((byte + 8388608.0).to(tl.uint32, bitcast=True) & 0x7F).to(tl.uint8)
     value = from_e4m3(p) if INTERPRET else p.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     total += tl.sum(value * tl.exp2(-behind)[None, :], 1) + tl.load(numbers + 9)
     acc += dot8(p, tl.trans(tile_of(v, line * 136, TILE))) * tl.load(numbers + 8)
@@ -82,7 +76,7 @@ def step(
 @triton.jit(do_not_specialize=["heads", "queries", "keys"])
 def forward(
     q, k, v, octaves, meta, v_mean, out, lse, heads, queries, keys, batch_stride, token_stride, head_stride,
-    DIRECT: tl.constexpr, PEAK: tl.constexpr, V_MEAN: tl.constexpr, LSE: tl.constexpr, BM: tl.constexpr,
+    PEAK: tl.constexpr, V_MEAN: tl.constexpr, LSE: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Attention of BM queries of one head; BM divides 128.
 
@@ -108,11 +102,11 @@ def forward(
     whole = keys // TILE
     for tile in range(bound(whole)):
         acc, total, reference = step(
-            mine, k, v, meta, q_octaves, acc, total, reference, line + tile, tile * TILE, keys, DIRECT, False
+            mine, k, v, meta, q_octaves, acc, total, reference, line + tile, tile * TILE, keys, False
         )
     if keys % TILE != 0:
         acc, total, reference = step(
-            mine, k, v, meta, q_octaves, acc, total, reference, line + whole, whole * TILE, keys, DIRECT, True
+            mine, k, v, meta, q_octaves, acc, total, reference, line + whole, whole * TILE, keys, True
         )
     channel = tl.arange(0, 128)
     o = acc / total[:, None]

@@ -25,7 +25,7 @@ from wanfp4.policy import Guard, Numerics
 TILE = 128
 V_ROWS = 136
 CAPABILITY = (9, 0)
-PEAK = 32.0
+PEAK = 256.0
 INSTALL = 'pip install "wanfp4[hopper]"'
 _NEEDED_GPU = "a GPU of compute capability 9.0 (H100, H200, GH200)"
 
@@ -35,7 +35,6 @@ class Build:
     """What attention.cu is compiled for.
 
     direct    bytes of P straight from scores, not from an exponential
-    peak      octaves of the anchors' largest probability
     groups    consumer warpgroups, of 64 queries each: 2 or 3
     stages    tiles of K and of V that are on their way
     overlap   the next tile's scores are computed beside P·V
@@ -97,7 +96,17 @@ def not_installed() -> str | None:
 def missing() -> str | None:
     """Why this machine cannot run the kernels, or None. CUDA is not initialised for this: as long as nothing else has
     done so, a GPU of another kind is not noticed here but by `refuses`."""
-    return no_gpu(_NEEDED_GPU, wrong_gpu) or not_installed()
+    return no_gpu(_NEEDED_GPU, wrong_gpu) or not_installed() or _old_driver()
+
+
+@functools.cache
+def _old_driver() -> str | None:
+    """Why the driver cannot load what NVRTC compiles, or None."""
+    compiler = _check(_nvrtc().nvrtcVersion())[0]
+    found = _check(_driver().cuDriverGetVersion()) // 1000
+    if found >= compiler:
+        return None
+    return f"the driver is for CUDA {found}, and NVRTC {compiler} compiles for CUDA {compiler}: update the driver"
 
 
 @functools.cache
@@ -125,11 +134,14 @@ def limits(numerics: Numerics) -> str | None:
         return f"its Q, K and V are 'mxfp8-token-block', and these numerics ask for {n.qk!r} and {n.v!r}"
     if n.p not in ("mxfp8", "fp8", "fp8-direct"):
         return f"its P is E4M3, and these numerics ask for {n.p!r}"
-    if n.p != "mxfp8" and n.p_peak != PEAK:
-        return f"its P is {PEAK:g} at the reference, and these numerics ask for {n.p_peak:g}"
+    if n.p_peak != (1 if n.p == "mxfp8" else PEAK):
+        wanted = "1 for 'mxfp8'" if n.p == "mxfp8" else f"{PEAK:g}"
+        return f"its P's peak is {wanted}, and these numerics ask for {n.p_peak:g}"
     if n.denominator != "codes":
         return f"its denominator is summed from P's codes, and these numerics ask for {n.denominator!r}"
-    if n.row_reference != "anchor128" or n.margin:
+    if n.margin:
+        return f"its anchors have no margin, and these numerics ask for {n.margin:g}"
+    if n.row_reference != "anchor128":
         return f"its P is relative to the largest of 128 anchors, and these numerics ask for {n.row_reference!r}"
     if n.smooth_q:
         return "it does not smooth Q"
@@ -178,9 +190,11 @@ def run(
 ) -> tuple[Tensor, Tensor | None]:
     """Queue an attention call that `limits` and `declines` have nothing against: out [B, Sq, H, 128] BF16 and
     lse [B, H, Sq] or None."""
+    build = build or BUILDS[numerics.p == "fp8-direct"][0]
     with torch.cuda.device(q.device):
+        function = _function(torch.cuda.current_device(), build)  # first: it says that a graph cannot be captured yet
         images = quantize(q, k, v, numerics, scale)
-        return multiply(images, q, k, numerics, return_lse, build)
+        return _multiply(function, images, q, k, return_lse, build)
 
 
 def quantize(q: Tensor, k: Tensor, v: Tensor, numerics: Numerics, scale: float, *, image: bool = True) -> Images:
@@ -218,16 +232,18 @@ def quantize(q: Tensor, k: Tensor, v: Tensor, numerics: Numerics, scale: float, 
     return images
 
 
-def multiply(
-    images: Images, q: Tensor, k: Tensor, numerics: Numerics, return_lse: bool, build: Build | None = None
+def multiply(images: Images, q: Tensor, k: Tensor, return_lse: bool, build: Build) -> tuple[Tensor, Tensor | None]:
+    """The forward kernel over rounded operands, on the current device."""
+    return _multiply(_function(torch.cuda.current_device(), build), images, q, k, return_lse, build)
+
+
+def _multiply(
+    function: Any, images: Images, q: Tensor, k: Tensor, return_lse: bool, build: Build
 ) -> tuple[Tensor, Tensor | None]:
-    """The forward kernel over rounded operands."""
     batch, queries, heads, _ = q.shape
     keys, flat = k.shape[1], q.shape[0] * q.shape[2]
     out = torch.empty(batch, queries, heads, TILE, dtype=torch.bfloat16, device=q.device)
     lse = torch.empty(batch, heads, queries, device=q.device) if return_lse else None
-    build = build or BUILDS[numerics.p == "fp8-direct"][0]
-    function = _function(torch.cuda.current_device(), build)
     addresses = [
         0 if t is None else t.data_ptr()
         for t in (images.q, images.k, images.v, images.octaves, images.meta, images.v_mean, out, lse)

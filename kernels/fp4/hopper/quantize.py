@@ -64,7 +64,7 @@ def quantize(
     KIND "k"   the same, numbers [B·H, tiles, 16] ← block scales in its first four places; in the tenth NaN where the
                tile holds a number that is not finite, which P's saturation would hide, else 0
     KIND "v"   out [B·H, tiles, 136, 128], numbers [B·H, tiles, 16] ← in places 4 to 7 the blocks' exponents relative to
-               the tile's largest, -8 at least, and in place 8 the tile's scale
+               the tile's largest, -3 at least, and in place 8 the tile's scale
     ANCHORS    that many evenly spaced tokens come first
     mean       MEAN: [B·H, 128] subtracted from every token
     """
@@ -89,11 +89,14 @@ def quantize(
         values = tl.where(real, values - tl.load(mean + head * 128 + channel)[None, :], 0.0)
     blocks = tl.reshape(values, (4, 32, 128))
     amax = tl.max(tl.max(magnitude_bits(blocks), 2), 1).to(tl.float32, bitcast=True)
-    power = tl.where(amax < float("inf"), e4m3_block_scale(amax), float("nan"))
+    # Blocks of zeros have scale 1: two smallest ones would multiply to 0, and 0 times the -inf of no key is NaN.
+    power = tl.where(amax < float("inf"), tl.where(amax == 0, 1.0, e4m3_block_scale(amax)), float("nan"))
     if KIND == "v":
-        exponent = (power.to(tl.uint32, bitcast=True) >> 23).to(tl.int32)
+        # Further down they would take so much off P's exponent that its byte were 0, and with it the keys' part of the
+        # denominator. E4M3's own exponents hold the rest.
+        exponent = tl.where(amax == 0, 1, (power.to(tl.uint32, bitcast=True) >> 23).to(tl.int32))
         largest = tl.max(exponent, 0)
-        exponent = tl.maximum(exponent, largest - 8)
+        exponent = tl.where(amax == 0, largest, tl.maximum(exponent, largest - 3))
         power = (exponent.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
         power = tl.where(amax < float("inf"), power, float("nan"))
         behind = exponent - largest

@@ -5,14 +5,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny import tiny_pipeline
 
-from wanfp4.errors import BackendError
+from wanfp4.errors import BackendError, PolicyError
 from wanfp4.kernels import automatic, dispatch
 from wanfp4.kernels.hopper import backend
-from wanfp4.policy import Numerics, policies
+from wanfp4.policy import Numerics, get_policy, policies
+from wanfp4.processors.patch import patch
 
 PRESETS = {name: policy.numerics for name, policy in policies().items()}
 TAKEN = ("mxfp8-token-block", "fp8-direct")
@@ -29,10 +32,11 @@ def test_it_takes_the_fp8_presets_and_no_other(name):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"p_peak": 256.0}, "its P is 32 at the reference, and these numerics ask for 256"),
+        ({"p_peak": 32.0}, "its P's peak is 256, and these numerics ask for 32"),
+        ({"p": "mxfp8", "p_peak": 3.0}, "its P's peak is 1 for 'mxfp8', and these numerics ask for 3"),
         ({"denominator": "exact"}, "its denominator is summed from P's codes, and these numerics ask for 'exact'"),
         ({"row_reference": "rowmax"}, "largest of 128 anchors, and these numerics ask for 'rowmax'"),
-        ({"margin": 3.0}, "largest of 128 anchors"),
+        ({"margin": 3.0}, "its anchors have no margin, and these numerics ask for 3"),
         ({"smooth_q": True}, "it does not smooth Q"),
         (
             {"v": "fp8"},
@@ -140,16 +144,23 @@ def _tool(name, *arguments):
     return subprocess.run([found, *map(str, arguments)], capture_output=True, text=True, check=True).stdout
 
 
+@linux
+@pytest.mark.parametrize(("driver", "words"), [(12080, "the driver is for CUDA 12, and NVRTC 13"), (13000, None)])
+def test_a_driver_that_is_too_old_is_said(monkeypatch, driver, words):
+    monkeypatch.setattr(backend, "_driver", lambda: SimpleNamespace(cuDriverGetVersion=lambda: (0, driver)))
+    monkeypatch.setattr(backend, "_nvrtc", lambda: SimpleNamespace(nvrtcVersion=lambda: (0, 13, 0)))
+    found = backend._old_driver.__wrapped__()
+    assert found is None if words is None else words in found
+
+
 # The policy "auto"
 
 
 def stand_in(monkeypatch, taken):
-    """Backends that take everything, if they are in `taken`, or nothing."""
+    """Backends that take everything, if they are in `taken`, or nothing; what they decline stays."""
     known = tuple(
-        dataclasses.replace(
-            b, missing=lambda: None, refuses=lambda n, d, ok=b.name in taken: None if ok else "not here"
-        )
-        for b in dispatch.backends()
+        dataclasses.replace(b, missing=lambda: None, refuses=lambda n, d, why=why: why)
+        for b, why in ((b, None if b.name in taken else "not here") for b in dispatch.backends())
     )
     monkeypatch.setattr(dispatch, "backends", lambda: known)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
@@ -158,8 +169,9 @@ def stand_in(monkeypatch, taken):
 @pytest.mark.parametrize(
     ("taken", "policy", "words"),
     [
-        ({"sm100", "sm90"}, "wan-fast", "auto is 'wan-fast' here: the backend 'sm100' runs it on some GPU"),
-        ({"sm90"}, "fp8-direct", "auto is 'fp8-direct' here: the backend 'sm90' runs it on some GPU"),
+        ({"sm100", "sm90"}, "wan-fast", "the backend 'sm100' runs it on some GPU; nobody has timed it on hardware yet"),
+        ({"sm90"}, "fp8-direct", "auto is 'fp8-direct' here: the backend 'sm90' runs it on some GPU; sm100: not here"),
+        ({"sm89"}, "fp8-direct", "nobody has timed it on such a card yet; sm100: not here; sm90: not here"),
         ({"triton"}, "bf16", "nothing is faster on some GPU; sm100: not here; sm90: not here"),
     ],
 )
@@ -170,7 +182,27 @@ def test_auto_takes_what_runs_fast_and_says_why(monkeypatch, taken, policy, word
     assert words in choice.why
 
 
+def test_auto_knows_that_fp8_needs_a_bf16_model(monkeypatch):
+    stand_in(monkeypatch, {"sm90"})
+    choice = automatic.automatic(CUDA, torch.float16)
+    assert choice.policy.name == "bf16"
+    assert "sm90: it writes bfloat16, and v is torch.float16" in choice.why
+
+
 def test_auto_without_a_gpu_is_the_pipelines_own_attention():
     choice = automatic.automatic(torch.device("cpu"))
     assert choice.policy.numerics == Numerics()
     assert "nothing is faster on cpu; sm100: " in choice.why
+
+
+def test_a_pipeline_patched_with_auto_says_what_and_why(monkeypatch):
+    pipe = tiny_pipeline()
+    with patch(pipe, "auto") as handle:
+        assert handle.policy.name == "bf16"
+        assert "nothing is faster on " in handle.why
+    with patch(pipe, "bf16") as handle:
+        assert handle.why is None
+    with pytest.raises(BackendError, match="policy 'auto' chooses the backend, too; name a policy, or leave"):
+        patch(pipe, "auto", backend="triton")
+    with pytest.raises(PolicyError, match="unknown policy 'auto'; 'auto' is for patch and generate"):
+        get_policy("auto")
