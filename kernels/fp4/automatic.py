@@ -30,7 +30,7 @@ def automatic(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Choi
     """What "auto" stands for on `device`, for a model in `dtype`."""
     known = {backend.name: backend for backend in dispatch.backends()}
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    reasons = []
+    reasons: list[str] = []
     for name, preset, caveat in CANDIDATES:
         policy, backend = policies()[preset], known[name]
         one = torch.empty(1, 1, 1, dispatch.HEAD_DIM, dtype=dtype, device="meta")
