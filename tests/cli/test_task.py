@@ -78,7 +78,7 @@ def test_every_preset_and_the_noise_floor_without_policies(drift, monkeypatch):
     result = drift("--clips", 1)
     assert result.exit_code == 0, result.output
     rounding = [name for name in policies() if name != "bf16"]
-    assert len(rounding) == 12
+    assert len(rounding) == 13
     assert [row["name"] for row in read()["rows"]] == [*ROWS, *rounding]
 
 

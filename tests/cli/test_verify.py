@@ -190,7 +190,7 @@ def test_what_cannot_be_verified_is_one_sentence(refused, monkeypatch):
     without = refused("verify")
     assert "'sm100' can run no policy here: " in without
     assert "--simulate runs its kernels on the simulator" in without
-    assert "unknown backend 'sm90'" in refused("verify", "--backend", "sm90")
+    assert "unknown backend 'sm70'" in refused("verify", "--backend", "sm70")
     assert "'sdpa' cannot run policy 'wan-fast'" in refused("verify", "--backend", "sdpa", "--policy", "wan-fast")
     assert "the simulator runs the backend 'sm100'" in refused("verify", "--simulate", "--backend", "reference")
     assert "'sm_90' is not simulated" in refused("verify", "--simulate", "--arch", "sm_90")

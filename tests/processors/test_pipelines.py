@@ -491,7 +491,7 @@ def test_the_bundled_pipeline_says_what_it_is():
     info = inspect_model(bundled())
     assert info.offline == ()
     assert info.source == model_info.DEFAULTS_FILE
-    assert info.settings() == Settings(112, 144, 33, 20, 3.0, shift=3.0, fps=16)
+    assert info.settings() == Settings(112, 144, 33, 20, 2.5, shift=3.0, fps=16)
     assert info.tokens(info.settings()) == 567
     assert info.experts[0].layers == 8
     assert info.prompt == "a red circle moving right"
