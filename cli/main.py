@@ -19,6 +19,7 @@ from wanfp4.cli.generate import generate
 from wanfp4.cli.inspect import inspect
 from wanfp4.cli.map import attention_map
 from wanfp4.cli.policies import app as policies_app
+from wanfp4.cli.report import app as report_app
 from wanfp4.cli.search import search
 from wanfp4.cli.verify import verify
 
@@ -51,6 +52,7 @@ def _root(
 
 app.command()(generate)
 app.command()(drift)
+app.add_typer(report_app, name="report")
 app.command("map")(attention_map)
 app.command()(search)
 app.add_typer(calibrate_app, name="calibrate")

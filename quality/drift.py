@@ -32,7 +32,7 @@ from wanfp4.processors.pipelines import Settings, decode_latents, generate_laten
 from wanfp4.quality import metrics
 from wanfp4.quality.aggregate import Json, number, per_step, series, summary
 from wanfp4.quality.files import output_folder
-from wanfp4.quality.jobs import attention_of, header, log_above_bar, quiet, said_once
+from wanfp4.quality.jobs import attention_of, header, log_above_bar, quiet, said_once, weights_digest
 from wanfp4.quality.metrics import Clip, Distance, distance
 from wanfp4.quality.plan import DEFAULT_SEEDS, FLOOR, REFERENCE, Plan, check_call, make_plan
 from wanfp4.quality.record import Seen, Trajectory, watching
@@ -90,6 +90,7 @@ def drift(
             pass  # raises here what would otherwise be raised after the reference run
 
     known = header(REPORT_KIND, SCHEMA_VERSION, pipe, info, plan, backend, strict, call, model, command)
+    known["model"]["weights"] = weights_digest(pipe)
     report = DriftReport(known, budget=plan.budget)
     report.data["reference"]["attention"] = attention
     report.add_section(FLOOR, _floor_policy(), FLOOR_BACKEND, floor=True)

@@ -1,0 +1,65 @@
+"""`wanfp4 report`: what can be done with finished drift reports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from wanfp4.cli.latents import refuse_inputs
+from wanfp4.errors import OutputError
+
+app = typer.Typer(
+    help="Compare two drift reports.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    add_completion=False,
+)
+
+
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A drift report: its folder, or its report.json.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE.md", help="The comparison as Markdown, too.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="The comparison as JSON, every figure.")
+    ] = None,
+) -> None:
+    """Compare two finished drift reports: how they were made, and whether their policies differ.
+
+    Runs are paired by prompt and seed. A difference is called one when its 95 % bootstrap interval leaves out zero and
+    it is larger than the noise floor.
+
+    \b
+    wanfp4 report compare before after
+    wanfp4 report compare before after -o comparison.md --json comparison.json
+    """
+    inputs = [path / "report.json" if path.is_dir() else path for path in (a, b)]
+    outputs = [path for path in (output, json_file) if path is not None]
+    for path in outputs:
+        refuse_inputs(path, inputs)
+    if len(outputs) == 2 and outputs[0].absolute() == outputs[1].absolute():
+        raise OutputError(f"--output and --json name one file, {str(output)!r}; choose two")
+
+    from wanfp4.quality.comparison import compare_reports
+    from wanfp4.quality.comparison_pages import markdown_text, text_lines
+    from wanfp4.quality.files import write
+    from wanfp4.quality.report import json_text
+
+    found = compare_reports(a, b)
+    if output is not None:
+        write(output, markdown_text(found))
+    if json_file is not None:
+        write(json_file, json_text(found))
+    for line in text_lines(found):
+        typer.echo(_one(line))
+
+
+def _one(line: str) -> str:
+    """A line whose columns stay in place, and whose names of policies cannot break it."""
+    indent = len(line) - len(line.lstrip())
+    return line[:indent] + "".join(c if c.isprintable() else " " for c in line[indent:])

@@ -1,0 +1,204 @@
+"""Two drift reports against each other: what differs in how they were made, and whether their policies differ.
+
+Runs are paired by prompt and seed, so that what a prompt or a noise does to both reports cancels.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from wanfp4.errors import SettingsError
+from wanfp4.quality.aggregate import Json
+from wanfp4.quality.figures import Figure, figures, typical
+from wanfp4.quality.intervals import compare, interval
+from wanfp4.quality.report import REPORT_KIND, SCHEMA_VERSION
+
+COMPARISON_KIND = "wanfp4 drift comparison"
+COMPARISON_SCHEMA = 1
+
+NAN = "no verdict: NaN"
+
+# What a report says of its circumstances. When one of the first differs, two reports answer different questions.
+DECISIVE = ("model", "scheduler", "settings", "call")
+_OTHERS = ("versions", "machine", "backend", "strict")
+
+Pair = tuple[str, int]
+
+
+def read_report(path: str | Path) -> Json:
+    """The finished drift report in a folder, or of a report.json file. Raises SettingsError for anything else."""
+    path = Path(path)
+    file = path / "report.json" if path.is_dir() else path
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(
+            f"cannot read {str(file)!r}: {error.strerror or error}; needed is a drift report's folder or report.json"
+        ) from None
+    except ValueError:  # no JSON, or no UTF-8
+        raise SettingsError(
+            f"{str(file)!r} is no JSON file; needed is a drift report's folder or report.json"
+        ) from None
+    kind, schema = (data.get("kind"), data.get("schema")) if isinstance(data, dict) else (None, None)
+    if (kind, schema) != (REPORT_KIND, SCHEMA_VERSION):
+        needed = f"{REPORT_KIND!r} and schema {SCHEMA_VERSION}"
+        raise SettingsError(f"{str(file)!r} has kind {kind!r} and schema {schema!r}; needed are {needed}")
+    if not data.get("complete"):
+        raise SettingsError(
+            f"the drift report {str(file)!r} is unfinished; needed are finished ones: run its job again"
+        )
+    return dict(data)
+
+
+def compare_reports(a: str | Path, b: str | Path) -> Json:
+    """The comparison of two finished drift reports as JSON values: docs/drift.md has its keys. Differences are B − A.
+
+    Raises SettingsError for what is no finished drift report, and for reports without a policy, or a prompt and seed,
+    in common.
+    """
+    reports = {"A": read_report(a), "B": read_report(b)}
+    paths = {"A": a, "B": b}
+    found: dict[str, tuple[dict[str, Json], list[Pair]]] = {}
+    for name, data in reports.items():
+        try:
+            found[name] = ({s["name"]: s for s in data["policies"]}, [*_runs(data, data["noise_floor"])])
+            _figures_of(data)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise SettingsError(
+                f"the drift report {str(paths[name])!r} lacks something or was changed by hand ({error!r}); "
+                "needed is one as `wanfp4 drift` writes it"
+            ) from None
+    (of_a, pairs_a), (of_b, pairs_b) = found["A"], found["B"]
+    shared = [name for name in of_a if name in of_b]
+    if not shared:
+        raise SettingsError(
+            f"the reports have no policy in common: {str(a)!r} has {_listed(of_a)}, {str(b)!r} has {_listed(of_b)}"
+        )
+    pairs = [pair for pair in pairs_a if pair in pairs_b]
+    if not pairs:
+        raise SettingsError(
+            f"the reports have no prompt and seed in common, so no run has a partner: {str(a)!r} has "
+            f"{_told(reports['A'])}, {str(b)!r} has {_told(reports['B'])}"
+        )
+    return {
+        "kind": COMPARISON_KIND,
+        "schema": COMPARISON_SCHEMA,
+        **{
+            name: {"path": str(paths[name]), "created": data["created"], "command": data["command"]}
+            for name, data in reports.items()
+        },
+        "circumstances": _circumstances(reports["A"], reports["B"]),
+        "weights_known": all(data["model"].get("weights") is not None for data in reports.values()),
+        "pairs": {
+            "both": [{"prompt": prompt, "seed": seed} for prompt, seed in pairs],
+            "A": len(pairs_a),
+            "B": len(pairs_b),
+        },
+        "policies": [_policy(name, of_a[name], of_b[name], reports["A"], reports["B"], pairs) for name in shared],
+        "only": {"A": [n for n in of_a if n not in of_b], "B": [n for n in of_b if n not in of_a]},
+    }
+
+
+def _listed(sections: Mapping[str, Any]) -> str:
+    return ", ".join(sections) or "none"
+
+
+def _told(data: Json) -> str:
+    seeds = ", ".join(map(str, data["seeds"]))
+    return f"{', '.join(map(repr, data['prompts']))} with seeds {seeds}"
+
+
+def _runs(data: Json, section: Json) -> dict[Pair, Json]:
+    """A section's runs by prompt and seed. Prompts are told by their text: another report may count them otherwise."""
+    return {(data["prompts"][run["prompt"]], run["seed"]): run for run in section["runs"]}
+
+
+def _figures_of(data: Json) -> None:
+    """Touch all that is read, so that a damaged report is told from a fault of ours."""
+    str(data["created"]), data["command"]
+    for section in (data["noise_floor"], *data["policies"]):
+        for run in _runs(data, section).values():
+            for figure in figures(len(data["steps"])):
+                figure.of(run)
+            _counts([run])
+        dict(section["policy"]), dict(section["backend"]["calls"])
+    _circumstances(data, data)
+
+
+def _circumstances(a: Json, b: Json) -> list[Json]:
+    """What differs in how the reports were made: name, value of A and of B (null where one has no such thing)."""
+    keys = (*DECISIVE, *_OTHERS)
+    one, other = ({**{k: d.get(k) for k in keys}, "attention": d["reference"]["attention"]} for d in (a, b))
+    found = differences(one, other)
+    return [{**f, "decisive": _decisive(f, a["model"].get("weights"), b["model"].get("weights"))} for f in found]
+
+
+def _decisive(found: Json, weights_a: str | None, weights_b: str | None) -> bool:
+    """Whether the figures of the two reports answer different questions."""
+    what = found["what"]
+    if what == "model.weights":
+        return None not in (weights_a, weights_b)  # an earlier version's report has none, which is no difference
+    if what == "model.model" and weights_a is not None and weights_a == weights_b:
+        return False  # one model in two places
+    return what.split(".")[0] in DECISIVE and not what.startswith(("model.source", "model.defaults"))
+
+
+def differences(a: Any, b: Any, name: str = "") -> list[Json]:
+    """Where two JSON values differ: dotted name, value of each, null where one has none."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        keys = dict.fromkeys((*a, *b))
+        return [d for k in keys for d in differences(a.get(k), b.get(k), f"{name}.{k}" if name else str(k))]
+    return [] if a == b else [{"what": name, "A": a, "B": b}]
+
+
+def _policy(name: str, a: Json, b: Json, data_a: Json, data_b: Json, pairs: Sequence[Pair]) -> Json:
+    runs_a, runs_b = _runs(data_a, a), _runs(data_b, b)
+    floors = [_runs(data, data["noise_floor"]) for data in (data_a, data_b)]
+    steps = min(len(data_a["steps"]), len(data_b["steps"]))
+    shared = [pair for pair in pairs if pair in runs_a and pair in runs_b]
+    one, other = ([runs[pair] for pair in shared] for runs in (runs_a, runs_b))
+    prompts = [prompt for prompt, _ in shared]
+    floor_runs = [[floor[pair] for pair in shared] for floor in floors]
+    return {
+        "name": name,
+        "runs": len(shared),
+        "constants": [d for d in differences(a["policy"], b["policy"]) if d["what"] not in ("name", "description")],
+        "ran_on": {"A": sorted(a["backend"]["calls"]), "B": sorted(b["backend"]["calls"])},
+        "figures": [_compared(figure, one, other, floor_runs, prompts) for figure in figures(steps)],
+        "counts": {"A": _counts(one), "B": _counts(other)},
+    }
+
+
+def _compared(
+    figure: Figure, a: Sequence[Json], b: Sequence[Json], floors: Sequence[Sequence[Json]], prompts: Sequence[str]
+) -> Json:
+    of_a, of_b = ([figure.of(run) for run in runs] for runs in (a, b))
+    medians = [typical(of_a), typical(of_b)]
+    # Of both reports' floors the larger: either may be where a figure moved.
+    floor = max(
+        figure.floor(median, typical([figure.of(run) for run in runs]))
+        for median, runs in zip(medians, floors, strict=True)
+    )
+    # Equal figures differ by 0, two infinite ones (PSNR of equal clips) too.
+    paired = [(0.0, 0.0) if x == y else (x, y) for x, y in zip(of_a, of_b, strict=True)]
+    judged = compare([y for _, y in paired], [x for x, _ in paired], prompts, floor=floor)
+    return {
+        "key": figure.key,
+        "label": figure.label,
+        "A": interval(of_a, prompts).to_dict(),
+        "B": interval(of_b, prompts).to_dict(),
+        **judged.to_dict(),
+        "verdict": NAN if math.isnan(judged.difference.median) else judged.verdict,
+    }
+
+
+def _counts(runs: Sequence[Json]) -> Json:
+    """Sums over runs, as in a report's summary."""
+    return {
+        "frames_black_new": sum(len(run["frames"]["black_new"]) for run in runs if run["frames"]),
+        "latent_frames_nan": sum(len(run["latent_frames_nan"]) for run in runs),
+    }
