@@ -13,7 +13,9 @@ from typing import Any
 
 import jinja2
 
-from wanfp4.quality.aggregate import Json
+from wanfp4.quality.aggregate import FRAME_FIGURES, Json
+from wanfp4.quality.figures import typical
+from wanfp4.quality.intervals import INSIDE_FLOOR, intervals
 from wanfp4.quality.plots import DASHES, SERIES_COLOURS, Curve, step_chart
 
 # Beyond these sums the page links to the files beside it instead of holding them. As base64 they make 5 MB: a page that
@@ -78,6 +80,9 @@ def _shared(data: Json) -> Json:
         "switch": [(i, experts[i - 1], experts[i]) for i in switch],
         "emulated": [s["name"] for s in data["policies"] if s["backend"]["emulated"]],
         "readings": {s["name"]: reading(s, data) for s in data["policies"] if s["runs"]},
+        "intervals": {s["name"]: summary_intervals(s) for s in sections if s["runs"]},
+        "inside": {s["name"]: inside_floor(s, data["noise_floor"]) for s in data["policies"] if s["runs"]},
+        "inside_floor": INSIDE_FLOOR,
         "violations": {v["policy"]: True for v in (data["budget"] or {}).get("violations", [])},
     }
 
@@ -178,6 +183,43 @@ def reading(section: Json, data: Json) -> str:
     return "; ".join(parts) + "."
 
 
+def summary_intervals(section: Json) -> Json:
+    """95 % bootstrap intervals, low and high, of what the drift tables show of a section, by the summary's names.
+
+    `after` holds one for each checkpoint. None for a single run, and where a run has NaN. The worst step and frame have
+    none: they are picked from the runs that an interval would be made of.
+    """
+    runs = section["runs"]
+    checkpoints = [at["step"] - 1 for at in section["summary"]["after"]]
+    rows = []
+    for run in runs:
+        velocity, latent = run["teacher_forced"]["velocity"]["rel_l2"], run["free_running"]["latent"]["rel_l2"]
+        rows.append(
+            [
+                typical([float(v) for v in velocity]),
+                *(run["frames"][key] if run["frames"] else "NaN" for key in FRAME_FIGURES),
+                *(latent[at] for at in checkpoints),
+            ]
+        )
+    table = [[float(v) for v in row] for row in rows]
+    found = [i.to_dict() if i.known else None for i in intervals(table, [run["prompt"] for run in runs])]
+    names = ("velocity", *FRAME_FIGURES)
+    return {**dict(zip(names, found, strict=False)), "after": found[len(names) :]}
+
+
+def inside_floor(section: Json, floor: Json) -> Json:
+    """Which figures of a policy are no larger than the noise floor's own: `velocity`, and `after` by checkpoint."""
+    mine, other = section["summary"], floor["summary"]
+
+    def no_larger(a: Json, b: Json) -> bool:
+        return float(a["median"]) <= float(b["median"])
+
+    return {
+        "velocity": no_larger(mine["velocity"], other["velocity"]),
+        "after": [no_larger(a["rel_l2"], b["rel_l2"]) for a, b in zip(mine["after"], other["after"], strict=True)],
+    }
+
+
 def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
@@ -216,6 +258,14 @@ def fixed(value: float | str) -> str:
 def psnr(value: float | str) -> str:
     value = float(value)
     return "infinite" if value == math.inf else f"{value:.1f} dB"
+
+
+def between(interval: Mapping[str, Any] | None, form: Callable[[Any], str]) -> str:
+    """`low to high` of an interval, or an empty text where there is none, or nothing that the digits would show."""
+    if interval is None:
+        return ""
+    low, high = form(interval["low"]), form(interval["high"])
+    return "" if low == high else f"{low} to {high}"
 
 
 def spread(value: Mapping[str, Any], form: Callable[[Any], str]) -> str:
@@ -259,6 +309,9 @@ def environment() -> jinja2.Environment:
         heat=heat,
         md=markdown,
         json=lambda value: json.dumps(value, indent=1, ensure_ascii=False),
+        between_rel=lambda value: between(value, lambda v: figure(v, 2)),
+        between_psnr=lambda value: between(value, psnr),
+        between_fixed=lambda value: between(value, fixed),
         spread_rel=lambda value: spread(value, rel_l2),
         spread_cos=lambda value: spread(value, cosine),
         spread_psnr=lambda value: spread(value, psnr),

@@ -289,6 +289,46 @@ def test_the_page_says_what_the_figures_are(page, report):
         assert term in text
 
 
+def test_intervals_stand_beside_medians_of_several_runs(report, page):
+    data = report.to_dict()
+    section = data["policies"][1]
+    found = pages.summary_intervals(section)
+    assert len(found["after"]) == len(section["summary"]["after"])
+    shown = [(found[key], section["summary"][key]) for key in ("velocity", *aggregate.FRAME_FIGURES)]
+    shown += [(i, at["rel_l2"]) for i, at in zip(found["after"], section["summary"]["after"], strict=True)]
+    for interval, spread in shown:
+        assert interval["runs"] == 4
+        assert interval["median"] == pytest.approx(spread["median"])
+        assert spread["min"] <= interval["low"] <= spread["median"] <= interval["high"] <= spread["max"]
+    said = f"95 %: {pages.between(found['velocity'], lambda v: pages.figure(v, 2))}"
+    assert said in page.text["span"]
+    assert f", {said}" in pages.markdown_page(data)
+
+
+def test_a_single_run_has_no_interval(report):
+    data = report.to_dict()
+    for section in (data["noise_floor"], *data["policies"]):
+        section["runs"] = section["runs"][:1]
+    data["prompts"], data["seeds"] = data["prompts"][:1], data["seeds"][:1]
+    found = pages.summary_intervals(data["policies"][1])
+    assert {key: value for key, value in found.items() if key != "after"} == dict.fromkeys(found.keys() - {"after"})
+    assert set(found["after"]) == {None}
+    assert "95 %:" not in pages.markdown_page(data)
+    assert "95 %:" not in pages.html_page(data, {})
+
+
+def test_what_is_no_larger_than_the_noise_floor_is_called_that(report):
+    data = report.to_dict()
+    floor, exact, fast = data["noise_floor"], data["policies"][0], data["policies"][1]
+    assert pages.inside_floor(exact, floor) == {"velocity": True, "after": [True, True]}
+    assert pages.inside_floor(fast, floor) == {"velocity": False, "after": [False, False]}
+    assert pages.markdown_page(data).count("inside the noise floor") == 3
+    fast["summary"]["velocity"]["median"] = floor["summary"]["velocity"]["median"]
+    assert pages.markdown_page(data).count("inside the noise floor") == 4
+    fast["summary"]["velocity"]["median"] = "NaN"
+    assert not pages.inside_floor(fast, floor)["velocity"]
+
+
 def test_markdown_is_a_table_and_a_verdict(folder):
     text = (folder / "report.md").read_text(encoding="utf-8")
     rows = [line for line in text.splitlines() if line.startswith("|")]
