@@ -11,7 +11,7 @@ from wanfp4.cli.latents import refuse_inputs
 from wanfp4.errors import OutputError
 
 app = typer.Typer(
-    help="Compare two drift reports.",
+    help="Compare two drift reports, or save a report's plots.",
     no_args_is_help=True,
     rich_markup_mode=None,
     add_completion=False,
@@ -57,6 +57,24 @@ def compare(
         write(json_file, json_text(found))
     for line in text_lines(found):
         typer.echo(_one(line))
+
+
+@app.command()
+def plots(
+    report: Annotated[Path, typer.Argument(metavar="FOLDER", help="A drift report: its folder, or its report.json.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Where the files go.")] = Path("plots"),
+    kind: Annotated[str, typer.Option("--format", metavar="NAME", help="svg or png.")] = "svg",
+) -> None:
+    """Save each plot of a finished drift report as a file, on white and with its legend.
+
+    \b
+    wanfp4 report plots drift-report -o figures
+    wanfp4 report plots drift-report -o figures --format png
+    """
+    from wanfp4.quality.plot_files import save_plots
+
+    for path in save_plots(report, output, kind):
+        typer.echo(str(path))
 
 
 def _one(line: str) -> str:

@@ -111,20 +111,24 @@ def _sections(data: Json) -> list[Json]:
     return rows
 
 
-def _chart(data: Json, way: str, quantity: str, title: str, explanation: str) -> Json:
-    curves, zero = [], []
+def curves(data: Json, way: str, quantity: str) -> list[Curve]:
+    """A line for the noise floor and each policy, with smallest and largest over runs: relative L2 by step."""
+    found = []
     for section in _sections(data):
         rel = {k: [float(v) for v in values] for k, values in section["per_step"][way][quantity]["rel_l2"].items()}
-        if all(v == 0 for v in rel["max"]):
-            zero.append(section["name"])
-        curves.append(Curve(section["name"], section["index"], rel["median"], rel["min"], rel["max"]))
-    lines = "; ".join(f"{c.label} from {rel_l2(c.median[0])} to {rel_l2(c.median[-1])}" for c in curves)
+        found.append(Curve(section["name"], section["index"], rel["median"], rel["min"], rel["max"]))
+    return found
+
+
+def _chart(data: Json, way: str, quantity: str, title: str, explanation: str) -> Json:
+    shown = curves(data, way, quantity)
+    lines = "; ".join(f"{c.label} from {rel_l2(c.median[0])} to {rel_l2(c.median[-1])}" for c in shown)
     described = f"{title}: relative L2 against the step, medians of the first and the last step: {lines}."
     return {
         "title": title,
         "explanation": explanation,
-        "zero": zero,
-        "svg": step_chart(curves, data["steps"], "relative L2", described),
+        "zero": [curve.label for curve in shown if all(v == 0 for v in curve.high)],
+        "svg": step_chart(shown, data["steps"], "relative L2", described),
     }
 
 

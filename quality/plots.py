@@ -1,4 +1,4 @@
-"""Curves over denoising steps as inline SVG that takes its colours from the page's CSS.
+"""Curves over denoising steps: as inline SVG that takes its colours from the page's CSS, and as files for papers.
 
 Only matplotlib's object interface is used; its global state stays as it was. Text stays text, in the page's font.
 """
@@ -29,6 +29,19 @@ _CSS = {_TEXT: "currentColor", _GRID: "var(--rule)", _FLOOR: "var(--floor)"}
 _CSS.update({f"#fe00{i:02x}": f"var(--series-{i})" for i in range(SERIES_COLOURS)})
 
 
+# What stands for each of them on white paper: the light page's colours (style.html.j2).
+_PAPER = {_TEXT: "#1b1f24", _GRID: "#d5d9de", _FLOOR: "#7d8590"}
+_PAPER.update(
+    {
+        f"#fe00{i:02x}": colour
+        for i, colour in enumerate(("#0b62c4", "#c2410c", "#0f7a5a", "#8b3fc7", "#a3182f", "#7a6400"))
+    }
+)
+FORMATS = ("svg", "png")
+# Of a PNG: a column of 3.5 inches then has 900 pixels and more.
+DPI = 300
+
+
 @dataclass(frozen=True)
 class Curve:
     """One line, with the smallest and largest over runs around it. `index` picks the colour, None is the floor's."""
@@ -48,21 +61,64 @@ def step_chart(curves: Sequence[Curve], steps: Sequence[Mapping[str, Any]], ylab
     """
     # rc_context puts every setting back; there is no argument for these two.
     with mpl.rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
-        figure = Figure(figsize=(6.0, 3.5), layout="constrained")
-        FigureCanvasSVG(figure)
-        axes = figure.add_subplot()
-        x = range(1, len(steps) + 1)
-        for curve in curves:
-            colour = _FLOOR if curve.index is None else f"#fe00{curve.index % SERIES_COLOURS:02x}"
-            dash = (0, (2, 2)) if curve.index is None else DASHES[curve.index // SERIES_COLOURS % len(DASHES)]
-            line, low, high = (_drawable(v) for v in (curve.median, curve.low, curve.high))
-            axes.plot(x, line, color=colour, linestyle=dash, linewidth=1.6, marker="o", markersize=2.6)
-            if list(curve.low) != list(curve.high):
-                axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
-        _dress(axes, steps, ylabel, visible=any(_seen(curve.median) for curve in curves))
+        figure = _step_figure(curves, steps, ylabel)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True)
     return _inline(buffer.getvalue(), description)
+
+
+def step_file(curves: Sequence[Curve], steps: Sequence[Mapping[str, Any]], ylabel: str, kind: str) -> bytes:
+    """The content of an image file of `step_chart`'s curves with their legend, on white; `kind` is one of FORMATS.
+
+    Text of an SVG stays text, in the font of whoever shows it. The same curves give the same bytes.
+    """
+    # The salt makes the ids that an SVG refers to by.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "wanfp4", "font.family": "sans-serif"}):
+        figure = _step_figure(curves, steps, ylabel, _PAPER, legend=True)
+        buffer = io.BytesIO()
+        plain = {"Date": None} if kind == "svg" else {"Software": None}
+        figure.savefig(buffer, format=kind, dpi=DPI, facecolor="white", metadata=plain)
+    return buffer.getvalue()
+
+
+def _step_figure(
+    curves: Sequence[Curve],
+    steps: Sequence[Mapping[str, Any]],
+    ylabel: str,
+    colours: Mapping[str, str] | None = None,
+    *,
+    legend: bool = False,
+) -> Figure:
+    """The chart in colours that stand for CSS, or in what `colours` has for them."""
+
+    def painted(colour: str) -> str:
+        return colour if colours is None else colours[colour]
+
+    figure = Figure(figsize=(6.0, 3.5), layout="constrained")
+    FigureCanvasSVG(figure)
+    axes = figure.add_subplot()
+    x = range(1, len(steps) + 1)
+    for curve in curves:
+        colour = painted(_FLOOR if curve.index is None else f"#fe00{curve.index % SERIES_COLOURS:02x}")
+        dash = (0, (2, 2)) if curve.index is None else DASHES[curve.index // SERIES_COLOURS % len(DASHES)]
+        line, low, high = (_drawable(v) for v in (curve.median, curve.low, curve.high))
+        label = _literal(curve.label)
+        if not _seen(curve.median):
+            label += " (zero)" if all(v == 0 for v in curve.median) else " (NaN or infinite)"
+        axes.plot(x, line, color=colour, linestyle=dash, linewidth=1.6, marker="o", markersize=2.6, label=label)
+        if list(curve.low) != list(curve.high):
+            axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
+    visible = any(_seen(curve.median) for curve in curves)
+    _dress(axes, steps, ylabel, painted(_TEXT), painted(_GRID), visible=visible)
+    if legend:
+        figure.legend(loc="outside lower center", ncols=3, frameon=False, labelcolor=painted(_TEXT), fontsize=9)
+    return figure
+
+
+def _literal(label: str) -> str:
+    """A policy's name as a legend shows it: no mathematics between dollar signs, none left out for a leading _."""
+    shown = "".join(c if c.isprintable() else " " for c in label).replace("$", r"\$")  # control characters end XML
+    return f"\u200b{shown}" if shown.startswith("_") else shown
 
 
 @dataclass(frozen=True)
@@ -116,7 +172,7 @@ def _seen(values: Sequence[float]) -> bool:
     return not all(math.isnan(v) for v in _drawable(values))
 
 
-def _dress(axes: Axes, steps: Sequence[Mapping[str, Any]], ylabel: str, *, visible: bool) -> None:
+def _dress(axes: Axes, steps: Sequence[Mapping[str, Any]], ylabel: str, text: str, grid: str, *, visible: bool) -> None:
     count = len(steps)
     if visible:
         axes.set_yscale("log")
@@ -125,19 +181,19 @@ def _dress(axes: Axes, steps: Sequence[Mapping[str, Any]], ylabel: str, *, visib
     else:
         axes.set_yticks([])
         axes.text(
-            0.5, 0.5, "nothing above zero to show", transform=axes.transAxes, ha="center", va="center", color=_TEXT
+            0.5, 0.5, "nothing above zero to show", transform=axes.transAxes, ha="center", va="center", color=text
         )
     axes.set_xlim(0.5, count + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
-    axes.set_xlabel("step", color=_TEXT)
-    axes.set_ylabel(ylabel, color=_TEXT)
+    axes.set_xlabel("step", color=text)
+    axes.set_ylabel(ylabel, color=text)
     shown = sorted({round(1 + i * (count - 1) / 5) for i in range(6)})
     sigma = axes.secondary_xaxis("top")
     sigma.set_xticks(shown, [f"{float(steps[i - 1]['sigma']):.2f}" for i in shown])
-    sigma.set_xlabel("noise level σ", color=_TEXT)
+    sigma.set_xlabel("noise level σ", color=text)
     for i in range(1, count):
         if steps[i]["expert"] != steps[i - 1]["expert"]:
-            axes.axvline(i + 0.5, color=_TEXT, linewidth=0.8, linestyle=(0, (4, 3)))
+            axes.axvline(i + 0.5, color=text, linewidth=0.8, linestyle=(0, (4, 3)))
             axes.annotate(
                 f"→ {steps[i]['expert']}",
                 (i + 0.5, 1),
@@ -145,14 +201,14 @@ def _dress(axes: Axes, steps: Sequence[Mapping[str, Any]], ylabel: str, *, visib
                 xytext=(3, -9),
                 textcoords="offset points",
                 fontsize=8,
-                color=_TEXT,
+                color=text,
             )
     for part in (axes, sigma):
-        part.tick_params(which="both", color=_GRID, labelcolor=_TEXT, labelsize=9)
+        part.tick_params(which="both", color=grid, labelcolor=text, labelsize=9)
         for spine in part.spines.values():
-            spine.set_color(_GRID)
+            spine.set_color(grid)
     axes.spines["right"].set_visible(False)
-    axes.grid(True, which="major", color=_GRID, linewidth=0.6)
+    axes.grid(True, which="major", color=grid, linewidth=0.6)
 
 
 def _inline(svg: str, description: str) -> str:

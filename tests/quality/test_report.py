@@ -6,16 +6,22 @@ import itertools
 import json
 import math
 import re
+import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 
+import imageio.v3 as imageio
+import numpy as np
 import pytest
 from tiny import FRAMES, HEIGHT, WIDTH, tiny_pipeline
+from typer.testing import CliRunner
 
 import wanfp4
+from wanfp4.cli.main import app
 from wanfp4.errors import OutputError, SettingsError, Wanfp4Error
 from wanfp4.policy import get_policy
 from wanfp4.processors.pipelines import Settings
 from wanfp4.quality import aggregate, budget, pages
+from wanfp4.quality.plot_files import save_plots
 from wanfp4.quality.report import DriftReport
 
 EVIL = 'a <script>alert("1")</script> star | *square* & `circle`'
@@ -264,13 +270,79 @@ def test_curves_have_a_line_for_each_row_and_the_expert_switch(report):
     assert "noise level" in chart["svg"]
 
 
-def test_charts_leave_matplotlib_as_it_was(report):
+def test_charts_leave_matplotlib_as_it_was(report, folder, tmp_path):
     import matplotlib as mpl
 
     before, backend = copy.deepcopy(dict(mpl.rcParams)), mpl.get_backend(auto_select=False)
     pages.html_page(report.to_dict(), report.files)
+    save_plots(folder, tmp_path)
     assert dict(mpl.rcParams) == before
     assert mpl.get_backend(auto_select=False) == backend
+
+
+PLOTS = ["velocity-teacher-forced", "velocity-free-running", "latent-free-running", "x0-free-running"]
+
+
+def saved_plots(*args):
+    return CliRunner().invoke(app, ["report", "plots", *map(str, args)])
+
+
+def test_plots_as_svg_need_no_page(folder, tmp_path):
+    result = saved_plots(folder, "-o", tmp_path / "figures")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines() == [str(tmp_path / "figures" / f"{name}.svg") for name in PLOTS]
+    for name in PLOTS:
+        content = (tmp_path / "figures" / f"{name}.svg").read_text(encoding="utf-8")
+        texts = [t.text for t in ET.fromstring(content).iter("{http://www.w3.org/2000/svg}text")]
+        for shown in ("noise floor", "bf16 (zero)", "wan-fast", POLICY, "step", "→ transformer_2"):
+            assert shown in texts
+        assert "#fe10" not in content
+        assert "#fe00" not in content
+        assert "var(--" not in content
+        for colour in ("#c2410c", "#0f7a5a", "#7d8590"):  # two policies that are not zero, and the floor
+            assert colour in content
+    again = save_plots(folder / "report.json", tmp_path / "again")
+    assert [p.read_bytes() for p in again] == [(tmp_path / "figures" / p.name).read_bytes() for p in again]
+
+
+def test_plots_as_png_are_on_white(folder, tmp_path):
+    files = save_plots(folder, tmp_path, "png")
+    assert [path.name for path in files] == [f"{name}.png" for name in PLOTS]
+    for path in files:
+        image = imageio.imread(path)[..., :3]
+        assert image.shape == (1050, 1800, 3)
+        assert (image[:3] == 255).all()
+        assert 0.5 < np.mean((image == 255).all(axis=-1)) < 0.99
+        for colour in ((0xC2, 0x41, 0x0C), (0x0F, 0x7A, 0x5A)):
+            assert (image == colour).all(axis=-1).sum() > 500
+
+
+@pytest.mark.parametrize("name", ["$x^{$", "_hidden", "a\x1b<b>&"])
+def test_a_policys_name_in_a_legend_is_its_name(folder, tmp_path, name):
+    data = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    data["policies"][1]["name"] = name
+    (tmp_path / "report.json").write_text(json.dumps(data))
+    root = ET.fromstring(save_plots(tmp_path, tmp_path)[0].read_text(encoding="utf-8"))
+    texts = [(t.text or "").strip("\u200b") for t in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert name.replace("\x1b", " ") in texts
+
+
+def test_plots_that_cannot_be_made_are_one_sentence(folder, report, tmp_path):
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished" / "report.json").write_text(json.dumps({**report.to_dict(), "complete": False}))
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "report.json").write_text(json.dumps({**report.to_dict(), "steps": 7}))
+    for source, option, words in (
+        (folder, ("--format", "pdf"), "svg or png, not 'pdf'"),
+        (tmp_path / "nowhere", (), "needed is a drift report's folder"),
+        (tmp_path / "unfinished", (), "is unfinished"),
+        (tmp_path / "damaged", (), "lacks something"),
+    ):
+        result = saved_plots(source, "-o", tmp_path / "figures", *option)
+        assert result.exit_code == 2
+        assert words in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+        assert not (tmp_path / "figures").exists()
 
 
 def test_the_page_says_what_the_figures_are(page, report):
