@@ -12,6 +12,9 @@ from wanfp4.quality.pages import count, figure, fixed, markdown
 
 HEADINGS = ("figure", "A", "B", "B − A", "95 % interval", "floor", "verdict")
 
+# Where nothing differs, n paired runs all point one way with probability 2^(1−n): from here on below 5 %.
+ENOUGH_RUNS = 6
+
 NOTES = (
     "Medians over the runs that both reports have, paired by prompt and seed. The interval is the 95 % bootstrap "
     "interval of the median of B − A over prompts and seeds, each by itself: of twenty figures without a difference, "
@@ -77,6 +80,12 @@ def _warnings(found: Json) -> list[str]:
         said.append(f"These differ: {listed}. So the differences below are not the policies' alone.")
     if not found["weights_known"]:
         said.append("Whether the weights are the same is not known: the digest of weights is not in both reports.")
+    fewest = min(policy["runs"] for policy in found["policies"])
+    if 1 < fewest < ENOUGH_RUNS:
+        said.append(
+            f"With {fewest} runs the intervals are less than 95 % sure: where nothing differs, all point one "
+            f"way in {100 * 2 ** (1 - fewest):.0f} % of cases. Take the verdicts as hints."
+        )
     return said
 
 

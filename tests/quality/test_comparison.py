@@ -247,6 +247,8 @@ def test_the_command_prints_a_table_and_writes_both_files(saved, tmp_path):
     result = run(a, b, "-o", tmp_path / "c.md", "--json", tmp_path / "c.json")
     assert result.exit_code == 0, result.output
     assert "versions.torch" in result.stdout
+    assert "With 4 runs" in result.stdout
+    assert "in 12 % of cases" in result.stdout
     assert all(line.isprintable() for line in result.stdout.splitlines())
     [line] = [line for line in result.stdout.splitlines() if line.startswith("  velocity, median step")]
     assert line.endswith("higher in B")

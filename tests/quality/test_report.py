@@ -21,6 +21,7 @@ from wanfp4.errors import OutputError, SettingsError, Wanfp4Error
 from wanfp4.policy import get_policy
 from wanfp4.processors.pipelines import Settings
 from wanfp4.quality import aggregate, budget, pages
+from wanfp4.quality.jobs import weights_digest
 from wanfp4.quality.plot_files import save_plots
 from wanfp4.quality.report import DriftReport
 
@@ -104,6 +105,8 @@ def test_report_json_has_everything_to_run_it_again(folder, report):
     assert data["versions"]["wanfp4"] == wanfp4.__version__
     assert Settings(**data["settings"]) == Settings(HEIGHT, WIDTH, FRAMES, 2, 4.0)
     assert data["model"]["tokens"] == 105
+    assert data["model"]["weights"] == weights_digest(tiny_pipeline(dual=True))
+    assert data["model"]["weights"] != weights_digest(tiny_pipeline())
     assert data["call"] == {"max_sequence_length": 32}
     assert data["reference"]["attention"] == "pipeline"
     for section in (data["noise_floor"], *data["policies"]):
