@@ -30,6 +30,9 @@ def automatic(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Choi
     """What "auto" stands for on `device`, for a model in `dtype`."""
     known = {backend.name: backend for backend in dispatch.backends()}
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    own = f"auto is 'bf16' here, the pipeline's own attention: nothing is faster on {where}"
+    if device.type != "cuda":
+        return Choice(policies()["bf16"], f"{own}, where there are no tensor cores for 4 or 8 bits")
     reasons: list[str] = []
     for name, preset, caveat in CANDIDATES:
         policy, backend = policies()[preset], known[name]
@@ -41,5 +44,4 @@ def automatic(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Choi
             why = f"auto is {preset!r} here: the backend {name!r} runs it on {where}"
             return Choice(policy, "; ".join([why, *([caveat] if caveat else []), *reasons]))
         reasons.append(f"{name}: {why_not}")
-    why = f"auto is 'bf16' here, the pipeline's own attention: nothing is faster on {where}"
-    return Choice(policies()["bf16"], "; ".join([why, *reasons]))
+    return Choice(policies()["bf16"], "; ".join([own, *reasons]))

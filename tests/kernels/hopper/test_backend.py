@@ -192,7 +192,7 @@ def test_auto_knows_that_fp8_needs_a_bf16_model(monkeypatch):
 def test_auto_without_a_gpu_is_the_pipelines_own_attention():
     choice = automatic.automatic(torch.device("cpu"))
     assert choice.policy.numerics == Numerics()
-    assert "nothing is faster on cpu; sm100: " in choice.why
+    assert "nothing is faster on cpu, where there are no tensor cores for 4 or 8 bits" in choice.why
 
 
 def test_a_pipeline_patched_with_auto_says_what_and_why(monkeypatch):
