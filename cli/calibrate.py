@@ -10,7 +10,6 @@ import typer
 from wanfp4.cli import common
 from wanfp4.cli.latents import refuse_inputs
 from wanfp4.errors import OutputError, SettingsError
-from wanfp4.processors.model_info import inspect_model
 
 app = typer.Typer(
     help="Fit a policy's constants to a model: record attention inputs, then fit.",
@@ -59,9 +58,11 @@ def record(
     wanfp4 calibrate record --prompts prompts.txt --seeds 0 --steps 10 -o recording
     wanfp4 calibrate record --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --prompts prompts.txt --limit 1000
     """
-    named, source = common.named_model(model)
-    info = inspect_model(source)
-    settings = info.settings(
+    job = common.job(
+        model,
+        device=device,
+        dtype=dtype,
+        offload=offload,
         height=height,
         width=width,
         frames=frames,
@@ -72,25 +73,19 @@ def record(
         negative=negative,
     )
 
-    from wanfp4.processors import pipelines
     from wanfp4.quality.plan import make_plan
 
-    place = pipelines.pick_device(device)
-    pipelines.check_dtype(dtype)
-    pipelines.check_offload(offload, place)
     given = common.several_prompts(prompt, prompts)
     if not given:
         raise SettingsError("prompts are needed, two or more: --prompts FILE, or --prompt for each")
-    plan = make_plan(info, ["bf16"], given, common.several_seeds(seeds), settings=settings)
+    plan = make_plan(job.info, ["bf16"], given, common.several_seeds(seeds), settings=job.settings)
 
     from wanfp4.quality import recording
     from wanfp4.quality.files import output_folder
 
-    recording.plan_picks(info, plan, rows, calls, limit)
+    recording.plan_picks(job.info, plan, rows, calls, limit)
     with output_folder(output):
-        with common.quiet_libraries():
-            pipe = pipelines.load_pipeline(source, device=place, dtype=dtype, offload=offload)
-        common.warn_of_unknown_words(pipe, plan.prompts)
+        pipe = job.pipeline(plan.prompts)
         found = recording.record(
             pipe,
             plan.prompts,
@@ -101,7 +96,7 @@ def record(
             calls=calls,
             limit_mb=limit,
             force=force,
-            model=named,
+            model=job.named,
             command=common.command_line(),
         )
     runs = found.data["runs"]

@@ -10,9 +10,10 @@ import traceback
 import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -27,6 +28,11 @@ from wanfp4.errors import (
     Wanfp4Error,
     brief,
 )
+
+if TYPE_CHECKING:
+    import torch
+
+    from wanfp4.processors.model_info import ModelInfo, Settings
 
 # The bundled model by a name that means the same on every machine.
 BUNDLED = "bundled"
@@ -154,6 +160,47 @@ def named_model(model: str | None) -> tuple[str, str]:
     if model is None or model == BUNDLED or Path(model).expanduser().absolute() == folder.absolute():
         return BUNDLED, str(folder)
     return model, model
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model to run, checked as far as its configuration tells: what reports call it, where it is, how it is run."""
+
+    named: str
+    source: str
+    info: ModelInfo
+    settings: Settings
+    device: torch.device
+    dtype: str
+    offload: str
+
+    def pipeline(self, prompts: Iterable[str]) -> Any:
+        """The loaded pipeline; words of `prompts` that its tokenizer does not know are warned of."""
+        from wanfp4.processors import pipelines
+
+        with quiet_libraries():
+            pipe = pipelines.load_pipeline(self.source, device=self.device, dtype=self.dtype, offload=self.offload)
+        warn_of_unknown_words(pipe, prompts)
+        return pipe
+
+
+def job(model: str | None, *, device: str, dtype: str, offload: str, **settings: Any) -> Job:
+    """What --model, --device, --dtype, --offload and the options for `settings` ask for.
+
+    Raises ModelError and SettingsError.
+    """
+    from wanfp4.processors.model_info import inspect_model
+
+    named, source = named_model(model)
+    info = inspect_model(source)
+    chosen = info.settings(**settings)
+
+    from wanfp4.processors import pipelines
+
+    place = pipelines.pick_device(device)
+    pipelines.check_dtype(dtype)
+    pipelines.check_offload(offload, place)
+    return Job(named, source, info, chosen, place, dtype, offload)
 
 
 def collect_prompts(prompt: str | None, prompts: Path | None, example: str | None) -> list[str]:

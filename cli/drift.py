@@ -11,7 +11,6 @@ from wanfp4.cli import common
 from wanfp4.cli.latents import refuse_inputs
 from wanfp4.cli.task import CLIPS, refuse_others, task_table
 from wanfp4.errors import SettingsError
-from wanfp4.processors.model_info import inspect_model
 
 if TYPE_CHECKING:
     from wanfp4.quality.report import DriftReport
@@ -103,9 +102,11 @@ def drift(
             "--offload": None if offload == "none" else offload,
         },
     )
-    named, source = common.named_model(model)
-    info = inspect_model(source)
-    settings = info.settings(
+    job = common.job(
+        model,
+        device=device,
+        dtype=dtype,
+        offload=offload,
         height=height,
         width=width,
         frames=frames,
@@ -117,26 +118,22 @@ def drift(
         negative=negative,
     )
 
-    from wanfp4.processors import pipelines
     from wanfp4.quality.budget import parse_budget
     from wanfp4.quality.plan import check_backend, make_plan
 
-    place = pipelines.pick_device(device)
-    pipelines.check_dtype(dtype)
-    pipelines.check_offload(offload, place)
     if task:
         task_table(
             None if policies is None else _names(policies),
             _one_seed(seeds),
-            named=named,
-            source=source,
-            info=info,
-            settings=settings,
+            named=job.named,
+            source=job.source,
+            info=job.info,
+            settings=job.settings,
             clips=clips,
             batch=batch,
             backend=backend,
             strict=strict,
-            device=place,
+            device=job.device,
             dtype=dtype,
             output=output,
             force=force,
@@ -144,14 +141,14 @@ def drift(
         return
     names = _names("wan-fast" if policies is None else policies)
     plan = make_plan(
-        info,
+        job.info,
         names,
         common.several_prompts(prompt, prompts),
         common.several_seeds(seeds),
-        settings=settings,
+        settings=job.settings,
         budget=parse_budget(budget or []),
     )
-    check_backend(plan.policies, backend, place)
+    check_backend(plan.policies, backend, job.device)
     inputs = [*map(Path, names), *([prompts] if prompts is not None else [])]
     for page in PAGES:
         refuse_inputs(output / page, inputs)
@@ -161,9 +158,7 @@ def drift(
     from wanfp4.quality.files import output_folder
 
     with output_folder(output):
-        with common.quiet_libraries():
-            pipe = pipelines.load_pipeline(source, device=place, dtype=dtype, offload=offload)
-        common.warn_of_unknown_words(pipe, plan.prompts)
+        pipe = job.pipeline(plan.prompts)
         report = measure(
             pipe,
             plan.policies,
@@ -174,7 +169,7 @@ def drift(
             strict=strict,
             budget=plan.budget,
             partial=output,
-            model=named,
+            model=job.named,
             command=common.command_line(),
         )
         report.save(output)

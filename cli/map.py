@@ -9,7 +9,6 @@ import typer
 
 from wanfp4.cli import common
 from wanfp4.cli.latents import refuse_inputs
-from wanfp4.processors.model_info import inspect_model
 
 if TYPE_CHECKING:
     from wanfp4.quality.maps import AttentionMap
@@ -67,9 +66,11 @@ def attention_map(
     wanfp4 map --policy nvfp4 --per-head --attribution -o nvfp4-map
     wanfp4 map --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --prompts prompts.txt --steps 20
     """
-    named, source = common.named_model(model)
-    info = inspect_model(source)
-    settings = info.settings(
+    job = common.job(
+        model,
+        device=device,
+        dtype=dtype,
+        offload=offload,
         height=height,
         width=width,
         frames=frames,
@@ -80,16 +81,12 @@ def attention_map(
         negative=negative,
     )
 
-    from wanfp4.processors import pipelines
     from wanfp4.quality.plan import check_backend, make_plan
 
-    place = pipelines.pick_device(device)
-    pipelines.check_dtype(dtype)
-    pipelines.check_offload(offload, place)
     plan = make_plan(
-        info, policy, common.several_prompts(prompt, prompts), common.several_seeds(seeds), settings=settings
+        job.info, policy, common.several_prompts(prompt, prompts), common.several_seeds(seeds), settings=job.settings
     )
-    check_backend(plan.policies, backend, place)
+    check_backend(plan.policies, backend, job.device)
 
     from wanfp4.quality.files import output_folder
     from wanfp4.quality.maps import PAGES
@@ -100,9 +97,7 @@ def attention_map(
     common.refuse_finished(output / "map.json", "map", force)
 
     with output_folder(output):
-        with common.quiet_libraries():
-            pipe = pipelines.load_pipeline(source, device=place, dtype=dtype, offload=offload)
-        common.warn_of_unknown_words(pipe, plan.prompts)
+        pipe = job.pipeline(plan.prompts)
         found = measure(
             pipe,
             plan.policies[0],
@@ -116,7 +111,7 @@ def attention_map(
             attribution=attribution,
             rows=rows,
             partial=output,
-            model=named,
+            model=job.named,
             command=common.command_line(),
         )
         found.save(output)

@@ -9,7 +9,6 @@ import typer
 
 from wanfp4.cli import common
 from wanfp4.cli.latents import refuse_inputs
-from wanfp4.processors.model_info import inspect_model
 
 if TYPE_CHECKING:
     from wanfp4.quality.search_report import SearchReport
@@ -110,9 +109,11 @@ def search(
 
     Exit code 3: a target has no policy that was verified to keep it.
     """
-    named, source = common.named_model(model)
-    info = inspect_model(source)
-    settings = info.settings(
+    job = common.job(
+        model,
+        device=device,
+        dtype=dtype,
+        offload=offload,
         height=height,
         width=width,
         frames=frames,
@@ -123,7 +124,6 @@ def search(
         negative=negative,
     )
 
-    from wanfp4.processors import pipelines
     from wanfp4.quality import targets as aims
     from wanfp4.quality.budget import parse_budget
     from wanfp4.quality.cells import check_candidates, groups_of
@@ -131,24 +131,21 @@ def search(
     from wanfp4.quality.plan import check_backend, make_plan
     from wanfp4.quality.search import search as find
 
-    place = pipelines.pick_device(device)
-    pipelines.check_dtype(dtype)
-    pipelines.check_offload(offload, place)
     targets = aims.check_targets(parse_budget(budget or []), share or [])
     names = [n.strip() for n in policies.split(",") if n.strip()] if policies else aims.candidates_for(targets)
     plan = make_plan(
-        info, names, common.several_prompts(prompt, prompts), common.several_seeds(seeds), settings=settings
+        job.info, names, common.several_prompts(prompt, prompts), common.several_seeds(seeds), settings=job.settings
     )
     check_candidates(plan.policies)
-    check_backend(plan.policies, backend, place)
+    check_backend(plan.policies, backend, job.device)
     aims.check_reachable(targets, [share_in_4_bits(p.numerics) for p in plan.policies])
     aims.check_counts(bins=bins, rounds=rounds, checks=checks)
-    groups_of(info.experts[0].layers, groups)
+    groups_of(job.info.experts[0].layers, groups)
     others = common.several_prompts(None, verify_prompts)
     other_seeds = None if verify_seeds is None else common.several_seeds(verify_seeds)
     aims.check_held_out(plan.prompts, plan.seeds, others, other_seeds)
     if times is not None:
-        measured(plan.policies, times, backend, info.tokens(plan.settings))
+        measured(plan.policies, times, backend, job.info.tokens(plan.settings))
 
     from wanfp4.quality.files import output_folder
     from wanfp4.quality.search_report import PAGES
@@ -157,9 +154,7 @@ def search(
     for page in (*PAGES, "policy.json"):
         refuse_inputs(output / page, inputs)
     with output_folder(output):
-        with common.quiet_libraries():
-            pipe = pipelines.load_pipeline(source, device=place, dtype=dtype, offload=offload)
-        common.warn_of_unknown_words(pipe, [*plan.prompts, *others])
+        pipe = job.pipeline([*plan.prompts, *others])
         report = find(
             pipe,
             plan.policies,
@@ -179,7 +174,7 @@ def search(
             strict=strict,
             folder=output,
             force=force,
-            model=named,
+            model=job.named,
             command=common.command_line(),
         )
     found = [str(output / name) for name in (*report.policies, *PAGES)]
