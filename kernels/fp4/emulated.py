@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wanfp4.kernels.devices import no_gpu
+from wanfp4.kernels.devices import no_gpu, unfit, wrong_device
 from wanfp4.policy import Guard, Numerics
 
 TILE = 128
@@ -129,19 +129,13 @@ def _needed_gpu() -> str:
 @functools.cache
 def wrong_gpu(index: int) -> str | None:
     """Why CUDA device `index` cannot run the kernels, or None."""
-    capability = torch.cuda.get_device_capability(index)
-    if capability >= CAPABILITY:
-        return None
-    name = torch.cuda.get_device_name(index)
-    return f"{name} has compute capability {capability[0]}.{capability[1]}, and it needs {_needed_gpu()}"
+    return unfit(index, _needed_gpu(), lambda capability: capability >= CAPABILITY)
 
 
 def refuses(numerics: Numerics, device: torch.device) -> str | None:
     """Why the kernels do not compute these numerics on this device, or None."""
     if not (device.type == "cpu" and interpreted()):
-        if device.type != "cuda":
-            return f"the tensors are on {device}, and it needs {_needed_gpu()}"
-        wrong = wrong_gpu(torch.cuda.current_device() if device.index is None else device.index)
+        wrong = wrong_device(device, _needed_gpu(), wrong_gpu)
         if wrong:
             return wrong
         if numerics.p == "mxfp4-direct" and torch.cuda.get_device_capability(device)[0] in (10, 11):

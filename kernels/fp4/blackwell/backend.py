@@ -28,7 +28,7 @@ from torch import Tensor
 from wanfp4.errors import BackendError, PolicyError
 from wanfp4.kernels.blackwell import cache
 from wanfp4.kernels.blackwell.cache import Function, Kernel, Kernels
-from wanfp4.kernels.devices import no_gpu
+from wanfp4.kernels.devices import no_gpu, unfit, wrong_device
 from wanfp4.policy import Guard, Numerics, policies
 
 TILE = 128
@@ -90,18 +90,12 @@ def _needed_gpu() -> str:
 
 @functools.cache
 def _wrong_gpu(index: int) -> str | None:
-    capability = torch.cuda.get_device_capability(index)
-    if capability in cache.ARCHITECTURES:
-        return None
-    name = torch.cuda.get_device_name(index)
-    return f"{name} has compute capability {capability[0]}.{capability[1]}, and it needs {_needed_gpu()}"
+    return unfit(index, _needed_gpu(), lambda capability: capability in cache.ARCHITECTURES)
 
 
 def refuses(numerics: Numerics, device: torch.device) -> str | None:
     """Why the kernels do not compute these numerics on this device, or None."""
-    if device.type != "cuda":
-        return f"the tensors are on {device}, and it needs {_needed_gpu()}"
-    return _wrong_gpu(torch.cuda.current_device() if device.index is None else device.index) or limits(numerics)
+    return wrong_device(device, _needed_gpu(), _wrong_gpu) or limits(numerics)
 
 
 @functools.lru_cache(256)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from wanfp4.kernels import emulated
-from wanfp4.kernels.devices import no_gpu
+from wanfp4.kernels.devices import no_gpu, unfit, wrong_device
 from wanfp4.kernels.hopper import backend as sm90
 from wanfp4.policy import Numerics
 
@@ -32,19 +32,13 @@ def missing() -> str | None:
 @functools.cache
 def wrong_gpu(index: int) -> str | None:
     """Why CUDA device `index` cannot run the kernels, or None."""
-    capability = torch.cuda.get_device_capability(index)
-    if capability == CAPABILITY or capability[0] == 12:
-        return None
-    name = torch.cuda.get_device_name(index)
-    return f"{name} has compute capability {capability[0]}.{capability[1]}, and it needs {_NEEDED_GPU}"
+    return unfit(index, _NEEDED_GPU, lambda capability: capability == CAPABILITY or capability[0] == 12)
 
 
 def refuses(numerics: Numerics, device: torch.device) -> str | None:
     """Why the kernels do not compute these numerics on this device, or None."""
     if not (device.type == "cpu" and emulated.interpreted()):
-        if device.type != "cuda":
-            return f"the tensors are on {device}, and it needs {_NEEDED_GPU}"
-        wrong = wrong_gpu(torch.cuda.current_device() if device.index is None else device.index)
+        wrong = wrong_device(device, _NEEDED_GPU, wrong_gpu)
         if wrong:
             return wrong
     return limits(numerics)

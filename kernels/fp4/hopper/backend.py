@@ -19,7 +19,7 @@ from torch import Tensor
 
 from wanfp4.errors import BackendError, brief
 from wanfp4.kernels import emulated
-from wanfp4.kernels.devices import no_gpu
+from wanfp4.kernels.devices import no_gpu, unfit, wrong_device
 from wanfp4.policy import Guard, Numerics
 
 TILE = 128
@@ -112,18 +112,12 @@ def _old_driver() -> str | None:
 @functools.cache
 def wrong_gpu(index: int) -> str | None:
     """Why CUDA device `index` cannot run the kernels, or None."""
-    capability = torch.cuda.get_device_capability(index)
-    if capability == CAPABILITY:
-        return None
-    name = torch.cuda.get_device_name(index)
-    return f"{name} has compute capability {capability[0]}.{capability[1]}, and it needs {_NEEDED_GPU}"
+    return unfit(index, _NEEDED_GPU, lambda capability: capability == CAPABILITY)
 
 
 def refuses(numerics: Numerics, device: torch.device) -> str | None:
     """Why the kernels do not compute these numerics on this device, or None."""
-    if device.type != "cuda":
-        return f"the tensors are on {device}, and it needs {_NEEDED_GPU}"
-    return wrong_gpu(torch.cuda.current_device() if device.index is None else device.index) or limits(numerics)
+    return wrong_device(device, _NEEDED_GPU, wrong_gpu) or limits(numerics)
 
 
 @functools.lru_cache(256)
