@@ -162,6 +162,11 @@ class Numerics:
         return self.qk == self.p == self.v == "exact" and self.row_reference == "rowmax" and not smooth
 
     @property
+    def anchors(self) -> int:
+        """How many evenly spaced keys stand first and give the row reference; 0 without anchors."""
+        return int(self.row_reference.removeprefix("anchor")) if self.row_reference.startswith("anchor") else 0
+
+    @property
     def label(self) -> str:
         """Short text for receipts, without the policy's name."""
         if self.is_exact:
@@ -211,6 +216,11 @@ class Guard:
             margin_unit=self.margin_unit,
             stored_shift=self.stored_shift,
         )
+
+
+def guarding(numerics: Numerics, guard: Guard | None) -> bool:
+    """Whether a call's guard has something to decide."""
+    return guard is not None and guard.apply(numerics) != numerics
 
 
 @dataclass(frozen=True)

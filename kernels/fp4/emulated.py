@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from wanfp4.kernels.devices import no_gpu, unfit, wrong_device
-from wanfp4.policy import Guard, Numerics
+from wanfp4.policy import Guard, Numerics, guarding
 
 TILE = 128
 LOG2_E = math.log2(math.e)
@@ -179,11 +179,6 @@ def declines(
     return None
 
 
-def guarding(numerics: Numerics, guard: Guard | None) -> bool:
-    """Whether a call's guard has something to decide."""
-    return guard is not None and guard.apply(numerics) != numerics
-
-
 # Running
 
 
@@ -238,12 +233,7 @@ def _run(
 
 def anchored(numerics: Numerics, guard: Guard | None) -> Numerics:
     """What a call computes where its guard, if it has one, takes effect."""
-    return guard.apply(numerics) if guard is not None and guarding(numerics, guard) else numerics
-
-
-def anchors(numerics: Numerics) -> int:
-    """How many tokens come first."""
-    return int(numerics.row_reference.removeprefix("anchor")) if numerics.row_reference.startswith("anchor") else 0
+    return numerics if guard is None else guard.apply(numerics)
 
 
 def quantize(
@@ -285,7 +275,7 @@ def quantize(
     )
     # Fused multiply-adds would give other sums of squared errors than the contract's.
     exactly = {"enable_fp_fusion": False} if n.qk == "nvfp4-folded" else {}
-    anchor = anchors(anchored(n, guard))
+    anchor = anchored(n, guard).anchors
     # Few tokens for many registers; the interpreter's cost is the number of programs.
     few = TILE if interpreted() else 32
     q_tile = TILE if n.smooth_q else few
@@ -355,7 +345,7 @@ def multiply(
             1 / 6 if n.v == "mxfp4-direct" else 1.0, c.A, c.B, c.A2, c.B2, heads, queries, keys, q_padded, k_padded,
             first, *out.stride()[:3],
             P=n.p, CLASSIFIER=c.kind, DENSITY=c.density, CLAMP=may_saturate(n), CODES=n.denominator == "codes",
-            ROWMAX=n.row_reference == "rowmax", ANCHORS=anchors(meant), GUARDED=rounded.flag is not None,
+            ROWMAX=n.row_reference == "rowmax", ANCHORS=meant.anchors, GUARDED=rounded.flag is not None,
             BIAS=bias is not None, V_MEAN=rounded.v_mean is not None, V_GAIN=rounded.v_gain is not None,
             LSE=return_lse, LSE_SHIFT=rounded.lse_shift is not None, BM=config.queries, BN=config.keys,
             TMA=config.tma, num_warps=config.warps, num_stages=config.stages,
@@ -406,7 +396,7 @@ def _score_bias(rounded: Rounded, k: Tensor, numerics: Numerics, first: int, cou
     keys = 64  # twice as many would not fit into registers
     kernels.score_bias[(count * -(-blocks // 16) * (padded // keys),)](
         rounded.block_means, k, rounded.k_mean, bias, *_strides(k), k.shape[2], k.shape[1], padded, blocks, first,
-        ANCHORS=anchors(numerics), MEAN=rounded.k_mean is not None, T=keys, num_warps=4,
+        ANCHORS=numerics.anchors, MEAN=rounded.k_mean is not None, T=keys, num_warps=4,
     )  # fmt: skip
 
 

@@ -224,7 +224,7 @@ def row_reference(z: Tensor, numerics: Numerics, scale: float) -> Tensor:
         short = -z.shape[-1] % TILE
         tile_max: Tensor = pad(z, (0, short), value=-torch.inf).unflatten(-1, (-1, TILE)).amax(-1)
         return tile_max.cummax(-1).values
-    anchor = z[..., : int(numerics.row_reference.removeprefix("anchor"))].amax(-1, keepdim=True)
+    anchor = z[..., : numerics.anchors].amax(-1, keepdim=True)
     octaves = numerics.margin * (scale if numerics.margin_unit == "raw" else 1.0)
     return anchor + octaves * LN_2
 

@@ -29,7 +29,7 @@ from wanfp4.errors import BackendError, PolicyError
 from wanfp4.kernels.blackwell import cache
 from wanfp4.kernels.blackwell.cache import Function, Kernel, Kernels
 from wanfp4.kernels.devices import no_gpu, unfit, wrong_device
-from wanfp4.policy import Guard, Numerics, policies
+from wanfp4.policy import Guard, Numerics, guarding, policies
 
 TILE = 128
 LOG2_E = math.log2(math.e)
@@ -139,11 +139,6 @@ def declines(
     return None
 
 
-def guarding(numerics: Numerics, guard: Guard | None) -> bool:
-    """Whether a call's guard has something to decide."""
-    return guard is not None and guard.apply(numerics) != numerics
-
-
 # What a call needs
 
 
@@ -183,7 +178,6 @@ def plan(numerics: Numerics, guard: Guard | None, dtype: torch.dtype, return_lse
 
     decides = guarding(numerics, guard)
     anchored = guard.apply(numerics) if guard is not None and decides else numerics
-    anchor = int(anchored.row_reference.removeprefix("anchor")) if anchored.row_reference.startswith("anchor") else 0
     c = numerics.classifier
     forward = Options(
         classifier=c.kind,
@@ -200,7 +194,7 @@ def plan(numerics: Numerics, guard: Guard | None, dtype: torch.dtype, return_lse
         v_mean=numerics.smooth_v,
         p_peak=numerics.p_peak if numerics.p == "nvfp4" else Options.p_peak,
     )
-    order: dict[str, Any] = {"anchor": anchor} | ({"guarded": True} if decides else {})
+    order: dict[str, Any] = {"anchor": anchored.anchors} | ({"guarded": True} if decides else {})
     raw = anchored.margin_unit == "raw"
     return Plan(
         q=Kernel("quantize-qk", QuantizerOptions("qk", numerics.qk, dtype)),
