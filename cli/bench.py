@@ -40,6 +40,14 @@ def bench(
     ] = None,
     rounds: Annotated[int, typer.Option(metavar="N", min=2, help="Rounds in which each variant has its turn.")] = 15,
     peers: Annotated[bool, typer.Option(help="Whether PyTorch's attention and other packages are timed.")] = True,
+    hub: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Also time a kernel of the Hugging Face Hub: flash-attn2, flash-attn3, flash-attn4 or sageattention; "
+            "repeatable. Downloads and runs it; needs the package kernels.",
+        ),
+    ] = None,
     device: common.DeviceOption = "auto",
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write JSON.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an earlier file.")] = False,
@@ -56,6 +64,9 @@ def bench(
     video = parse_size(size)
     if step is not None and step not in work.MODELS:
         raise SettingsError(f"there is no model {step!r} to build; {', '.join(work.MODELS)} are known")
+    unknown = [name for name in hub or () if name not in work.HUB]
+    if unknown:
+        raise SettingsError(f"--hub knows {', '.join(work.HUB)}, not {unknown[0]!r}")
     if not shapes and step is None:
         if place.type != "cuda":
             raise SettingsError("Wan's own shapes take hours without a GPU; name one with --shape, like 256x2")
@@ -79,7 +90,7 @@ def bench(
     for tokens, heads in shapes:
         common.note(f"timing attention of {tokens:,} tokens × {heads} heads")
         try:
-            row = work.attention(pairs, tokens, heads, place, rounds, peers=peers)
+            row = work.attention(pairs, tokens, heads, place, rounds, peers=peers, hub=hub or ())
         except RuntimeError as error:  # out of memory, most likely: the other shapes still count
             row = {"tokens": tokens, "heads": heads, "error": brief(error), "times": {}}
         report["attention"].append(row)
@@ -132,7 +143,14 @@ def more_versions() -> dict[str, str]:
     import torch
 
     found = {"cuda of torch": str(torch.version.cuda)}
-    for distribution in ("triton", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "flash-attn-4", "sageattention"):
+    for distribution in (
+        "triton",
+        "nvidia-cudnn-cu12",
+        "nvidia-cudnn-cu13",
+        "flash-attn-4",
+        "sageattention",
+        "kernels",
+    ):
         try:
             found[distribution] = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:

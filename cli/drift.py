@@ -9,7 +9,7 @@ import typer
 
 from wanfp4.cli import common
 from wanfp4.cli.latents import refuse_inputs
-from wanfp4.cli.task import CLIPS, refuse_others, task_table
+from wanfp4.cli.task import CLIPS, PAIRS, refuse_others, task_table
 from wanfp4.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -70,6 +70,10 @@ def drift(
     clips: Annotated[
         int | None, typer.Option(min=1, metavar="N", help=f"Tasks of --task, one clip each; default: {CLIPS}.")
     ] = None,
+    pairs: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, metavar="X", help=f"Share of --task's clips with two objects; default: {PAIRS}."),
+    ] = None,
     batch: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Clips of --task made at a time; by device if not given.")
     ] = None,
@@ -92,7 +96,7 @@ def drift(
     """
     refuse_others(
         task,
-        {"--clips": clips, "--batch": batch},
+        {"--clips": clips, "--pairs": pairs, "--batch": batch},
         {
             "--prompt": prompt,
             "--prompts": prompts,
@@ -130,6 +134,7 @@ def drift(
             info=job.info,
             settings=job.settings,
             clips=clips,
+            pairs=pairs,
             batch=batch,
             backend=backend,
             strict=strict,

@@ -27,7 +27,7 @@ Json = dict[str, Any]
 
 KIND, SCHEMA = "wanfp4 task table", 1
 PAGES = ("task.html", "task.md", "task.json")
-CLIPS = 200
+CLIPS, PAIRS = 200, 0.3
 
 # What has to be the same for finished rows to stand beside new ones, with how a sentence calls it.
 _SAME = {
@@ -51,6 +51,7 @@ def task_table(
     info: ModelInfo,
     settings: Settings,
     clips: int | None,
+    pairs: float | None,
     batch: int | None,
     backend: str | None,
     strict: bool,
@@ -71,7 +72,7 @@ def task_table(
     from wanfp4.quality.plan import FLOOR, REFERENCE, check_backend, make_plan
     from wanfp4.samples.task import Judges, answer, default_batch, make_tasks
 
-    tasks = make_tasks(CLIPS if clips is None else clips, seed=seed)
+    tasks = make_tasks(CLIPS if clips is None else clips, pairs=PAIRS if pairs is None else pairs, seed=seed)
     chosen = [name for name, p in presets().items() if not p.numerics.is_exact] if policies is None else policies
     plan = make_plan(info, chosen, tasks[0].prompt, seed, settings=settings)
     check_backend(plan.policies, backend, device)

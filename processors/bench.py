@@ -39,6 +39,15 @@ class Shape:
 MODELS = {"1.3b": Shape(12, 30, 8960), "14b": Shape(40, 40, 13824), "tiny": Shape(2, 2, 256)}
 
 
+# Attention kernels of the Hugging Face Hub: repository, version, function and its options, as diffusers takes them.
+HUB: dict[str, tuple[str, int, str, dict[str, Any]]] = {
+    "flash-attn2": ("kernels-community/flash-attn2", 3, "flash_attn_func", {}),
+    "flash-attn3": ("kernels-community/flash-attn3", 1, "flash_attn_func", {}),
+    "flash-attn4": ("kernels-community/flash-attn4", 0, "flash_attn_func", {}),
+    "sageattention": ("SageAttention/sage-attention", 3, "sageattn", {"tensor_layout": "NHD"}),
+}
+
+
 def attention(
     pairs: Sequence[tuple[Policy, str | None]],
     tokens: int,
@@ -47,11 +56,13 @@ def attention(
     rounds: int,
     *,
     peers: bool = True,
+    hub: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Seconds of attention for q, k, v [1, tokens, heads, 128] in BF16 from N(0, 1), as plain JSON values.
 
     pairs   policies, each with the backend that runs it (None: the fastest)
     peers   also time PyTorch's SDPA and what else is installed
+    hub     also time these kernels of `HUB`, which are downloaded unless they are in the local cache
 
     Of each variant `median`, `low`, `high` (quartiles), `host`, `tflops` (4·S²·H·128 operations, whatever is computed),
     `backend`, `speed` over cuDNN's SDPA (over PyTorch's own choice where that cannot run), and on CUDA `extra_memory`,
@@ -68,6 +79,7 @@ def attention(
         )
     if peers:
         variants |= verify.sdpa_contenders(q, k, v) | others(q, k, v)
+    variants |= from_hub(hub, q, k, v)
     times = verify.interleaved(variants, _clock(device), rounds)
     operations = 4 * tokens * tokens * heads * verify.HEAD_DIM
     for name, row in times.items():
@@ -94,6 +106,31 @@ def others(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
         except Exception:  # noqa: BLE001 - not installed, or made for another machine: there is nothing to time
             continue
         found[name] = functools.partial(call, q, k, v, **options)
+    return found
+
+
+def from_hub(names: Sequence[str], q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
+    """Attention of the Hugging Face Hub's kernels, names of `HUB`, on [B, S, H, D] tensors.
+
+    Downloads what is not in the local cache and runs it. Raises SettingsError without the package `kernels`, and
+    with the Hub's own words for a kernel that cannot be had.
+    """
+    if not names:
+        return {}
+    try:
+        kernels = importlib.import_module("kernels")
+    except ImportError as error:
+        raise SettingsError(
+            f"kernels of the Hub need the package of that name: pip install kernels ({error})"
+        ) from error
+    found: dict[str, Callable[[], object]] = {}
+    for name in names:
+        repository, version, function, options = HUB[name]
+        try:
+            call = getattr(kernels.get_kernel(repository, version=version), function)
+        except Exception as error:  # no network, no build for this machine: whatever its library says
+            raise SettingsError(f"cannot get {repository}, version {version}, from the Hub: {brief(error)}") from error
+        found[f"hub {name}"] = functools.partial(call, q, k, v, **options)
     return found
 
 

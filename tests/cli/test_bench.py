@@ -2,6 +2,8 @@
 
 import json
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -144,3 +146,52 @@ def test_models_are_those_of_wan():
     assert work.MODELS["1.3b"] == work.Shape(12, 30, 8960)
     with pytest.raises(SettingsError, match="no model 'huge'"):
         work.step("huge", [], (5, 32, 32), CPU, 2)
+
+
+def hub_of(monkeypatch, get_kernel):
+    """The package `kernels` as far as bench knows it."""
+    monkeypatch.setitem(sys.modules, "kernels", types.SimpleNamespace(get_kernel=get_kernel))
+
+
+def test_kernels_of_the_hub_are_timed_beside(run, monkeypatch):
+    asked = []
+
+    def get_kernel(repository, *, version):
+        asked.append((repository, version))
+
+        def sageattn(q, k, v, tensor_layout):
+            assert (tensor_layout, q.shape) == ("NHD", (1, 40, 1, 128))
+            return q
+
+        return types.SimpleNamespace(flash_attn_func=lambda q, k, v: v, sageattn=sageattn)
+
+    hub_of(monkeypatch, get_kernel)
+    result = run("bench", "--shape", "40x1", "--policy", "nvfp4", "--no-peers", "--rounds", 2,
+                 "--hub", "flash-attn3", "--hub", "sageattention", "--json", "bench.json")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert asked == [("kernels-community/flash-attn3", 1), ("SageAttention/sage-attention", 3)]
+    times = json.loads(Path("bench.json").read_text())["attention"][0]["times"]
+    assert list(times) == ["nvfp4", "hub flash-attn3", "hub sageattention"]
+    assert all(row["median"] > 0 for row in times.values())
+
+
+def test_the_names_and_versions_of_the_hub_are_those_that_diffusers_takes():
+    from diffusers.models import attention_dispatch as theirs
+
+    known = {(c.repo_id, c.version, c.function_attr) for c in theirs._HUB_KERNELS_REGISTRY.values()}
+    assert {row[:3] for row in work.HUB.values()} <= known
+
+
+def test_the_hub_in_one_sentence(refused, monkeypatch):
+    args = ("bench", "--shape", "40x1", "--policy", "nvfp4", "--hub")
+    assert "--hub knows flash-attn2," in refused(*args, "flash-attn5")
+    monkeypatch.setitem(sys.modules, "kernels", None)
+    assert "pip install kernels" in refused(*args, "flash-attn3")
+
+    def unreachable(repository, *, version):
+        raise ConnectionError("no network\nat all")
+
+    hub_of(monkeypatch, unreachable)
+    said = refused(*args, "flash-attn3")
+    assert "cannot get kernels-community/flash-attn3, version 1, from the Hub: " in said
+    assert "no network" in said

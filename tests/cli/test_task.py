@@ -82,6 +82,16 @@ def test_every_preset_and_the_noise_floor_without_policies(drift, monkeypatch):
     assert [row["name"] for row in read()["rows"]] == [*ROWS, *rounding]
 
 
+def test_clips_of_two_objects_alone(drift, monkeypatch):
+    monkeypatch.setattr(samples, "answer", lambda pipe, tasks, settings, **given: unseen(tasks))
+    result = drift("--clips", 3, "--pairs", 1, "--policies", "nvfp4")
+    assert result.exit_code == 0, result.output
+    data = read()
+    assert (data["tasks"]["one"], data["tasks"]["two"]) == (0, 3)
+    assert list(data["rows"][0]["table"])[:1] == ["two"]
+    assert "of one object and 3 of two" in Path("out", "task.md").read_text()
+
+
 def unseen(tasks):
     return Answers("", tasks, [Verdict((), 0)] * len(tasks), 0.0)
 
@@ -218,9 +228,9 @@ def test_bad_input_is_one_sentence_before_the_model_loads(refused, worded, monke
     assert words in said
 
 
-@pytest.mark.parametrize("option", ["--clips", "--batch"])
+@pytest.mark.parametrize("option", ["--clips", "--pairs", "--batch"])
 def test_what_is_for_task_alone(refused, option):
-    assert f"{option} is for --task alone" in refused("drift", option, 3)
+    assert f"{option} is for --task alone" in refused("drift", option, 1)
 
 
 def test_a_policy_file_is_not_written_over(refused, worded):
