@@ -10,6 +10,7 @@ a NaN scale, so the whole block decodes to NaN and nothing hides it. A block of 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -21,18 +22,26 @@ E4M3_MAX = 448.0
 E8M0_NAN = 255
 
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E8M0_VALUES = (*(2.0 ** (byte - 127) for byte in range(E8M0_NAN)), float("nan"))
 
 FOLD_CANDIDATES = (0.25, 0.3125, 0.375, 0.4375, 0.5, 0.625, 0.75, 0.875, 1.0, 1.125, 1.25)
+# So many are tried at once on tensors of at most so many elements: starting an operation takes longer than a small one.
+_FOLD_GROUP, _FOLD_CPU, _FOLD_GPU = 4, 2**12, 2**24
 
 
 def round_e2m1(x: Tensor) -> Tensor:
     """The nearest of ±{0, .5, 1, 1.5, 2, 3, 4, 6} as float32, ties to the even code (.25→0, 2.5→2, 3.5→4, 5→4)."""
-    x = x.float().clamp(-E2M1_MAX, E2M1_MAX)
+    return torch.nan_to_num(_nearest_e2m1(x.float()), nan=E2M1_MAX)
+
+
+def _nearest_e2m1(x: Tensor) -> Tensor:
+    """`round_e2m1` of float32 x that leaves NaN alone."""
+    x = x.clamp(-E2M1_MAX, E2M1_MAX)
     # The spacing is half the power of two at or below |x| (its exponent bits alone), .5 at least; torch.round takes
     # ties to even multiples of it, which are the even codes.
     power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
     step = power.clamp(min=1) * 0.5
-    return torch.nan_to_num(torch.round(x / step) * step, nan=E2M1_MAX)
+    return torch.round(x / step) * step
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
@@ -46,8 +55,14 @@ def encode_e2m1(x: Tensor) -> Tensor:
 
 def decode_e2m1(codes: Tensor) -> Tensor:
     """float32 values of E2M1 codes 0..15."""
-    table = torch.tensor(_E2M1_MAGNITUDES + tuple(-m for m in _E2M1_MAGNITUDES), device=codes.device)
-    return table[codes.int()]
+    return _table(_E2M1_MAGNITUDES + tuple(-m for m in _E2M1_MAGNITUDES), codes.device)[codes.int()]
+
+
+@functools.lru_cache(maxsize=32)
+def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Kept, since a copy to a GPU waits for all that is queued there. Never written to."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, device=device)
 
 
 def pack_e2m1(codes: Tensor) -> Tensor:
@@ -87,8 +102,7 @@ def encode_e8m0(exponent: Tensor) -> Tensor:
 def decode_e8m0(codes: Tensor) -> Tensor:
     """float32 values 2^(byte − 127) of UE8M0 bytes; byte 0 is 2^-127 (subnormal in float32), byte 255 NaN."""
     # A table, not torch.ldexp, which goes through pow and may flush 2^-127.
-    table = torch.tensor([2.0 ** (byte - 127) for byte in range(E8M0_NAN)] + [torch.nan], device=codes.device)
-    return table[codes.int()]
+    return _table(_E8M0_VALUES, codes.device)[codes.int()]
 
 
 def direct_exponent(amax: Tensor) -> Tensor:
@@ -223,23 +237,24 @@ def _fold_scales(pairs: Tensor, amax: Tensor) -> Tensor:
 
     x = pairs.movedim((-3, -1), (0, 1)).contiguous()  # [2, 16, …, 4]: a scale is broadcast over the outer dimensions
 
-    def error(scale: Tensor) -> Tensor:
-        e = (x - scale * round_e2m1(_divide(x, scale))).square()
-        e = e[0] + e[1]
+    def errors(scales: Tensor) -> Tensor:  # of scales [n, …, 4]
+        scales = scales[:, None, None]
+        e = (x - scales * _nearest_e2m1(_divide(x, scales))).square()
+        e = e[:, 0] + e[:, 1]
         for width in (8, 4, 2, 1):
-            e = e[:width] + e[width:]
-        return e[0]
+            e = e[:, :width] + e[:, width:]
+        return e[:, 0]
 
     base = divide(amax, E2M1_MAX)
     best = round_e4m3(base)
-    least = error(best)
-    for candidate in FOLD_CANDIDATES:
-        if candidate == 1:  # the start itself
-            continue
-        scale = round_e4m3(base * candidate)
-        e = error(scale)
-        better = e < least
-        best, least = torch.where(better, scale, best), torch.where(better, e, least)
+    least = errors(best[None])[0]
+    others = [c for c in FOLD_CANDIDATES if c != 1]  # 1 is the start itself
+    group = _FOLD_GROUP if x.numel() <= (_FOLD_CPU if x.device.type == "cpu" else _FOLD_GPU) else 1
+    for start in range(0, len(others), group):
+        scales = torch.stack([round_e4m3(base * candidate) for candidate in others[start : start + group]])
+        for scale, e in zip(scales, errors(scales), strict=True):
+            better = e < least
+            best, least = torch.where(better, scale, best), torch.where(better, e, least)
     return encode_e4m3(best)
 
 

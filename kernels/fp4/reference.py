@@ -10,6 +10,7 @@ unnormalised probability p. Weights are what multiplies V, and L their sum: O = 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -157,6 +158,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, numerics: Numerics, scale: float) -
     return Operands(q, k, v, scale, scale * q_factor * k_factor, v_factor, order, q_mean, k_full, v_mean, lse_shift)
 
 
+@functools.lru_cache(maxsize=16)  # a copy to a GPU waits for all that is queued there
 def key_order(keys: int, row_reference: str, device: torch.device) -> Tensor | None:
     """Physical order of the keys: for `anchorN`, N tokens at round(linspace(0, S − 1, N)) first, then the others."""
     if not row_reference.startswith("anchor"):
@@ -283,6 +285,7 @@ def classify(x: Tensor, classifier: Classifier) -> Tensor:
     return u
 
 
+@functools.lru_cache(maxsize=16)
 def mix_lanes(blocks: int, density: int, device: torch.device) -> Tensor:
     """[blocks, 32] bool: the lanes that take exp2, of 16 pairs those that fit the block's place o in its 128 keys."""
     lanes = torch.zeros(4, 16, dtype=torch.bool)
