@@ -1,4 +1,4 @@
-"""`wanfp4 report`: what can be done with finished drift reports."""
+"""`wanfp4 report`: what can be done with drift reports that are there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wanfp4.cli.latents import refuse_inputs
 from wanfp4.errors import OutputError
 
 app = typer.Typer(
-    help="Compare two drift reports, or save a report's plots.",
+    help="Compare two drift reports, save a report's plots, or put all results on one page.",
     no_args_is_help=True,
     rich_markup_mode=None,
     add_completion=False,
@@ -75,6 +75,44 @@ def plots(
 
     for path in save_plots(report, output, kind):
         typer.echo(str(path))
+
+
+@app.command()
+def page(
+    report: Annotated[Path, typer.Argument(metavar="REPORT", help="A drift report: its folder, or its report.json.")],
+    maps: Annotated[
+        list[Path] | None,
+        typer.Option("--map", metavar="DIR", help="A map of the same model, from `wanfp4 map`; repeatable."),
+    ] = None,
+    task: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A task table of the same model, from `wanfp4 drift --task`.")
+    ] = None,
+    bench: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Timings of the policies, from `wanfp4 bench --json`.")
+    ] = None,
+    search: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A search on the same model, from `wanfp4 search`.")
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE.html", help="Where the page goes.")] = Path(
+        "lab.html"
+    ),
+) -> None:
+    """Put a drift report and what goes with it on one page: verdict, policies, curves, maps, clips, receipts.
+
+    One file that opens offline, of 5 MB at most. Nothing is measured anew. Unfinished results are taken and marked;
+    results of another model, other weights or otherwise defined policies are refused.
+
+    \b
+    wanfp4 report page drift-report
+    wanfp4 report page drift-report --map attention-map --task task --bench bench.json -o lab.html
+    """
+    from wanfp4.quality.lab import read_lab
+    from wanfp4.quality.lab_page import save_page, verdict
+
+    lab = read_lab(report, maps or [], task, bench, search)
+    made = save_page(lab, output)
+    for line in (str(made), "", *verdict(lab), *lab.notes):
+        typer.echo(_one(line))
 
 
 def _one(line: str) -> str:

@@ -5,7 +5,6 @@ Runs are paired by prompt and seed, so that what a prompt or a noise does to bot
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from wanfp4.errors import SettingsError
 from wanfp4.quality.aggregate import Json
 from wanfp4.quality.figures import Figure, figures, typical
 from wanfp4.quality.intervals import compare, interval
-from wanfp4.quality.report import REPORT_KIND, SCHEMA_VERSION
+from wanfp4.quality.results import DAMAGE, DRIFT, changed_by_hand, listing, read_result
 
 COMPARISON_KIND = "wanfp4 drift comparison"
 COMPARISON_SCHEMA = 1
@@ -31,27 +30,11 @@ Pair = tuple[str, int]
 
 def read_report(path: str | Path) -> Json:
     """The finished drift report in a folder, or of a report.json file. Raises SettingsError for anything else."""
-    path = Path(path)
-    file = path / "report.json" if path.is_dir() else path
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SettingsError(
-            f"cannot read {str(file)!r}: {error.strerror or error}; needed is a drift report's folder or report.json"
-        ) from None
-    except ValueError:  # no JSON, or no UTF-8
-        raise SettingsError(
-            f"{str(file)!r} is no JSON file; needed is a drift report's folder or report.json"
-        ) from None
-    kind, schema = (data.get("kind"), data.get("schema")) if isinstance(data, dict) else (None, None)
-    if (kind, schema) != (REPORT_KIND, SCHEMA_VERSION):
-        needed = f"{REPORT_KIND!r} and schema {SCHEMA_VERSION}"
-        raise SettingsError(f"{str(file)!r} has kind {kind!r} and schema {schema!r}; needed are {needed}")
+    data = read_result(path, DRIFT)
     if not data.get("complete"):
-        raise SettingsError(
-            f"the drift report {str(file)!r} is unfinished; needed are finished ones: run its job again"
-        )
-    return dict(data)
+        file = str(listing(path, DRIFT))
+        raise SettingsError(f"the drift report {file!r} is unfinished; needed are finished ones: run its job again")
+    return data
 
 
 def compare_reports(a: str | Path, b: str | Path) -> Json:
@@ -67,11 +50,8 @@ def compare_reports(a: str | Path, b: str | Path) -> Json:
         try:
             found[name] = ({s["name"]: s for s in data["policies"]}, [*_runs(data, data["noise_floor"])])
             _figures_of(data)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise SettingsError(
-                f"the drift report {str(paths[name])!r} lacks something or was changed by hand ({error!r}); "
-                "needed is one as `wanfp4 drift` writes it"
-            ) from None
+        except DAMAGE as error:
+            raise changed_by_hand(paths[name], DRIFT, error) from None
     (of_a, pairs_a), (of_b, pairs_b) = found["A"], found["B"]
     shared = [name for name in of_a if name in of_b]
     if not shared:

@@ -22,6 +22,7 @@ from typing import Any
 
 from wanfp4.errors import SettingsError
 from wanfp4.policy import Numerics, Policy
+from wanfp4.quality.results import BENCH
 
 MODEL = "model on paper for Blackwell (docs/search.md)"
 
@@ -40,7 +41,7 @@ _BITS = {
     "nvfp4-folded": 4,
     "mxfp4-direct": 4,
 }
-BENCH_KIND = "wanfp4 bench"
+BENCH_KIND = BENCH.kind
 BASELINES = ("sdpa cudnn", "sdpa", "bf16", "own")
 
 

@@ -64,7 +64,7 @@ MOST_CELLS = 400_000
 
 def map_html(data: Json) -> str:
     """The whole page, self-contained."""
-    grids = _grids(data)
+    grids = grids_of(data)
     return (
         environment()
         .get_template("map.html.j2")
@@ -72,14 +72,14 @@ def map_html(data: Json) -> str:
             r=data,
             grids=grids,
             embedded=Markup(_script_json({"grids": grids["cells"], "heads": grids["heads"], "shown": _shown()})),
-            **_shared(data),
+            **context(data),
         )
     )
 
 
 def map_markdown(data: Json) -> str:
     """The short form, for a pull request."""
-    return environment().get_template("map.md.j2").render(r=data, **_shared(data))
+    return environment().get_template("map.md.j2").render(r=data, **context(data))
 
 
 def value(name: str, x: float | str | None, digits: int = 3) -> str:
@@ -139,7 +139,8 @@ def readings(data: Json) -> list[str]:
     return said
 
 
-def _shared(data: Json) -> Json:
+def context(data: Json) -> Json:
+    """What templates need of a map beside its own values."""
     finished = sum(run["complete"] for run in data["runs"])
     return {
         "pairs": len(data["prompts"]) * len(data["seeds"]),
@@ -167,7 +168,7 @@ def _worse(x: float | str) -> float:
     return math.inf if math.isnan(float(x)) else float(x)
 
 
-def _grids(data: Json) -> Json:
+def grids_of(data: Json) -> Json:
     """Formatted medians over runs, as tables: layers × steps for each figure and branch, and layers × heads.
 
     cells  {figure: {branch: [layers][steps]}}; heads the same as {figure: {"": [layers][heads]}}, or None.
@@ -200,6 +201,16 @@ def _grids(data: Json) -> Json:
         "heads": heads,
         "shade": shade,
     }
+
+
+def worst_branch(data: Json) -> str:
+    """The guidance branch whose median cell is off the most, NaN being worst; the first of equals."""
+    middle = _medians([run["figures"]["rel_l2"] for run in data["runs"]])
+    by_branch: dict[str, list[list[float | None]]] = {}
+    for (*_, branch), error in zip(data["cells"], middle, strict=True):
+        by_branch.setdefault(branch, []).append([error])
+    errors = {branch: _medians(column)[0] for branch, column in by_branch.items()}
+    return max(errors, key=lambda branch: -1.0 if (error := errors[branch]) is None else _worse(error))
 
 
 def _of_heads(data: Json, name: str) -> list[list[str]]:

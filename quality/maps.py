@@ -30,17 +30,18 @@ from wanfp4.quality.aggregate import Json, number, numbers
 from wanfp4.quality.attribution import Attributed, attribute, summarise
 from wanfp4.quality.files import output_folder, writable_folder, write
 from wanfp4.quality.intervals import intervals
-from wanfp4.quality.jobs import attention_of, header, log_above_bar, quiet, said_once
+from wanfp4.quality.jobs import attention_of, header, log_above_bar, quiet, said_once, weights_digest
 from wanfp4.quality.map_pages import map_html, map_markdown
 from wanfp4.quality.plan import DEFAULT_SEEDS, Plan, check_call, make_plan
 from wanfp4.quality.record import Seen, watching
 from wanfp4.quality.report import json_text, steps_of
+from wanfp4.quality.results import MAP
 from wanfp4.quality.shadow import FIGURES, ROWS, Place, Record, Shadow, spaced
 from wanfp4.quality.suspects import SMALLEST, TOLERATED, Suspect, suspects
 
 log = logging.getLogger("wanfp4")
 
-KIND, SCHEMA = "wanfp4 attention map", 1
+KIND, SCHEMA = MAP.kind, MAP.schema
 PAGES = ("map.html", "map.md", "map.json")
 # Steps of a run whose calls are attributed: the first, the last and those between, evenly spaced.
 ATTRIBUTED_STEPS = 3
@@ -268,10 +269,12 @@ def attention_map(
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
         raise SettingsError(f"rows must be a whole number from 1, not {rows!r}")
     attention = attention_of(pipe, info)
+    known = header(KIND, SCHEMA, pipe, info, plan, backend, strict, call, model, command)
+    known["model"]["weights"] = weights_digest(pipe)
     [chosen] = plan.policies
     found = AttentionMap(
         {
-            **header(KIND, SCHEMA, pipe, info, plan, backend, strict, call, model, command),
+            **known,
             "attention": attention,
             "policy": chosen.to_dict(),
             "numerics": chosen.numerics.label,

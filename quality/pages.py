@@ -48,26 +48,27 @@ CHARTS = (
 
 def html_page(data: Json, files: Mapping[str, bytes]) -> str:
     """The whole page, self-contained as far as its media fit; `data` as `DriftReport.to_dict` gives it."""
-    sections = _sections(data)
+    sections = table_rows(data)
     return (
         environment()
         .get_template("report.html.j2")
         .render(
             r=data,
             sections=sections,
-            charts=[_chart(data, *chart) for chart in CHARTS] if sections else [],
-            clips=_clips(data, files),
-            **_shared(data),
+            charts=[chart(data, *one) for one in CHARTS] if sections else [],
+            clips=clips_of(data, files),
+            **context(data),
         )
     )
 
 
 def markdown_page(data: Json) -> str:
     """The short form for a pull request."""
-    return environment().get_template("report.md.j2").render(r=data, sections=_sections(data), **_shared(data))
+    return environment().get_template("report.md.j2").render(r=data, sections=table_rows(data), **context(data))
 
 
-def _shared(data: Json) -> Json:
+def context(data: Json) -> Json:
+    """What templates need of a report beside its own values."""
     experts = [step["expert"] for step in data["steps"]]
     switch = [i for i in range(1, len(experts)) if experts[i] != experts[i - 1]]
     pairs = len(data["prompts"]) * len(data["seeds"])
@@ -76,7 +77,7 @@ def _shared(data: Json) -> Json:
         "pairs": pairs,
         "finished": min((len(s["runs"]) for s in sections), default=0),
         "over": ("" if data["complete"] else "the finished of ") + count(pairs, "prompt and seed pair"),
-        "verdict": _verdict(data),
+        "verdict": budget_verdict(data),
         "switch": [(i, experts[i - 1], experts[i]) for i in switch],
         "emulated": [s["name"] for s in data["policies"] if s["backend"]["emulated"]],
         "readings": {s["name"]: reading(s, data) for s in data["policies"] if s["runs"]},
@@ -87,7 +88,7 @@ def _shared(data: Json) -> Json:
     }
 
 
-def _verdict(data: Json) -> str | None:
+def budget_verdict(data: Json) -> str | None:
     """The budget's verdict in words; None without a budget."""
     if not data["budget"]:
         return None
@@ -98,7 +99,7 @@ def _verdict(data: Json) -> str | None:
     return "Within budget" if data["complete"] else "Within budget so far"
 
 
-def _sections(data: Json) -> list[Json]:
+def table_rows(data: Json) -> list[Json]:
     """Rows of every table and lines of every chart: the noise floor, then the policies, as far as they have runs."""
     floor = data["noise_floor"]
     rows = [{**floor, "colour": "var(--floor)", "dash": "floor", "index": None}] if floor and floor["runs"] else []
@@ -114,13 +115,14 @@ def _sections(data: Json) -> list[Json]:
 def curves(data: Json, way: str, quantity: str) -> list[Curve]:
     """A line for the noise floor and each policy, with smallest and largest over runs: relative L2 by step."""
     found = []
-    for section in _sections(data):
+    for section in table_rows(data):
         rel = {k: [float(v) for v in values] for k, values in section["per_step"][way][quantity]["rel_l2"].items()}
         found.append(Curve(section["name"], section["index"], rel["median"], rel["min"], rel["max"]))
     return found
 
 
-def _chart(data: Json, way: str, quantity: str, title: str, explanation: str) -> Json:
+def chart(data: Json, way: str, quantity: str, title: str, explanation: str) -> Json:
+    """One of `CHARTS`: title, explanation, the labels that are zero throughout, and the SVG."""
     shown = curves(data, way, quantity)
     lines = "; ".join(f"{c.label} from {rel_l2(c.median[0])} to {rel_l2(c.median[-1])}" for c in shown)
     described = f"{title}: relative L2 against the step, medians of the first and the last step: {lines}."
@@ -132,10 +134,13 @@ def _chart(data: Json, way: str, quantity: str, title: str, explanation: str) ->
     }
 
 
-def _clips(data: Json, files: Mapping[str, bytes]) -> list[Json]:
-    """Strips and players, a group for each prompt and seed, the reference first."""
+def clips_of(data: Json, files: Mapping[str, bytes], room: Mapping[str, int] | None = None) -> list[Json]:
+    """Strips and players, a group for each prompt and seed, the reference first.
+
+    `room` is how many bytes of "strip" and of "video" become data URLs; what does not fit is its file's name.
+    """
     rows = [("reference", data["reference"]), *((s["name"], s) for s in (data["noise_floor"], *data["policies"]) if s)]
-    room = {"strip": STRIP_BYTES, "video": VIDEO_BYTES}
+    left = dict(room or {"strip": STRIP_BYTES, "video": VIDEO_BYTES})
     groups = []
     for p, prompt in enumerate(data["prompts"]):
         for seed in data["seeds"]:
@@ -147,7 +152,7 @@ def _clips(data: Json, files: Mapping[str, bytes]) -> list[Json]:
                 clip: Json = {"name": name, "frames": run["frames"], "nan": run.get("latent_frames_nan")}
                 for kind, mime in (("strip", "image/jpeg"), ("video", "video/mp4")):
                     file = (run["files"] or {}).get(kind)
-                    clip[kind] = _source(file, mime, files, room, kind) if file else None
+                    clip[kind] = _source(file, mime, files, left, kind) if file else None
                 clips.append(clip)
             if clips:
                 groups.append({"prompt": prompt, "seed": seed, "clips": clips})

@@ -9,6 +9,7 @@ from wanfp4.quality.comparison import read_report
 from wanfp4.quality.files import output_folder, write
 from wanfp4.quality.pages import CHARTS, curves
 from wanfp4.quality.plots import FORMATS, step_file
+from wanfp4.quality.results import DAMAGE, DRIFT, changed_by_hand
 
 
 def save_plots(report: str | Path, folder: str | Path, kind: str = "svg") -> list[Path]:
@@ -27,10 +28,7 @@ def save_plots(report: str | Path, folder: str | Path, kind: str = "svg") -> lis
             )
             for way, quantity, _, _ in CHARTS
         }
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise SettingsError(
-            f"the drift report {str(report)!r} lacks something or was changed by hand ({error!r}); "
-            "needed is one as `wanfp4 drift` writes it"
-        ) from None
+    except DAMAGE as error:
+        raise changed_by_hand(report, DRIFT, error) from None
     with output_folder(folder) as made:
         return [write(made / name, content) for name, content in images.items()]

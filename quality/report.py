@@ -14,14 +14,14 @@ from wanfp4.quality.aggregate import Json, number
 from wanfp4.quality.budget import Violation, check_budget, verdict, violations
 from wanfp4.quality.files import writable_folder, write
 from wanfp4.quality.pages import html_page, markdown_page
+from wanfp4.quality.results import DRIFT
 
 if TYPE_CHECKING:
     from wanfp4.policy import Policy
     from wanfp4.quality.record import Step
     from wanfp4.receipt import Receipt
 
-REPORT_KIND = "wanfp4 drift report"
-SCHEMA_VERSION = 1
+REPORT_KIND, SCHEMA_VERSION = DRIFT.kind, DRIFT.schema
 
 PAGES = ("report.html", "report.md")
 # Names as reports give them to their clips and strips: nothing else that an old report.json lists is ever removed.
@@ -153,18 +153,27 @@ class DriftReport:
         limits = {name: limit["limit"] for name, limit in judged["limits"].items()} if judged else {}
         report = cls({}, budget=limits)
         report.data = data
-        for name in report._named_files():
-            try:
-                report.files[name] = (folder / name).read_bytes()
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                raise OutputError(f"cannot read {str(folder / name)!r}: {error.strerror}") from None
+        report.files = media_of(data, folder)
         report._written[folder.resolve()] = set(report.files)
         return report
 
     def _named_files(self) -> list[str]:
         return _named_files(self.data)
+
+
+def media_of(data: Json, folder: Path) -> dict[str, bytes]:
+    """The clips and strips that a report's values name, those that are still in its folder. Raises OutputError."""
+    files = {}
+    for name in _named_files(data):
+        if not _MEDIA_NAME.fullmatch(name):
+            continue  # whoever wrote that, it is no clip or strip of a report
+        try:
+            files[name] = (folder / name).read_bytes()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise OutputError(f"cannot read {str(folder / name)!r}: {error.strerror}") from None
+    return files
 
 
 def steps_of(steps: Sequence[Step]) -> list[Json]:

@@ -25,13 +25,13 @@ def search_html(data: Json) -> str:
     return (
         environment()
         .get_template("search.html.j2")
-        .render(r=data, scatter=_scatter(data), charts=[_chart(one, data) for one in data["results"]], **_shared(data))
+        .render(r=data, scatter=_scatter(data), charts=[_chart(one, data) for one in data["results"]], **context(data))
     )
 
 
 def search_markdown(data: Json) -> str:
     """The short form, for a pull request."""
-    return environment().get_template("search.md.j2").render(r=data, **_shared(data))
+    return environment().get_template("search.md.j2").render(r=data, **context(data))
 
 
 def readings(data: Json) -> list[str]:
@@ -94,7 +94,8 @@ def _worse(value: float | str) -> float:
     return math.inf if math.isnan(float(value)) else float(value)
 
 
-def _shared(data: Json) -> Json:
+def context(data: Json) -> Json:
+    """What templates need of a search beside its own values."""
     names = [one["name"] for one in data["candidates"]]
     emulated = any(row["emulated"] for result in data["results"] for row in _rows(result))
     return {

@@ -12,11 +12,12 @@ from wanfp4.policy import Policy
 from wanfp4.quality.aggregate import Json
 from wanfp4.quality.files import writable_folder, write
 from wanfp4.quality.report import json_text
+from wanfp4.quality.results import SEARCH
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-KIND, SCHEMA = "wanfp4 search", 1
+KIND, SCHEMA = SEARCH.kind, SEARCH.schema
 PAGES = ("report.html", "report.md", "search.json")
 
 

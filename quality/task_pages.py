@@ -17,22 +17,22 @@ ATTRIBUTES = ("shape", "colour", "direction", "count")
 # Differences that chance makes more often than this are called noise.
 SIGNIFICANT = 0.05
 
-_DTYPES = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32"}
+DTYPES = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32"}
 
 
 def task_html(data: Json) -> str:
     """The whole page, self-contained."""
-    return environment().get_template("task.html.j2").render(r=data, **_shared(data))
+    return environment().get_template("task.html.j2").render(r=data, **context(data))
 
 
 def task_markdown(data: Json) -> str:
     """The table with what it needs to be understood, to paste into a README or a pull request."""
-    return environment().get_template("task.md.j2").render(r=data, **_shared(data))
+    return environment().get_template("task.md.j2").render(r=data, **context(data))
 
 
 def task_lines(data: Json) -> list[str]:
     """The table in columns, for a terminal: rates in per cent, without intervals."""
-    shared = _shared(data)
+    shared = context(data)
     one, two = ([f"{group}: {a}" if i == 0 else a for i, a in enumerate(ATTRIBUTES)] for group in GROUPS.values())
     rows = [["", *one, *two, f"as {shared['own']}", "as asked", "lost/gained", "p", "ran on"]]
     for row in data["rows"]:
@@ -88,8 +88,9 @@ def reading(row: Json) -> str:
     return f"{said}: {way}, beyond what chance does (p {p_value(split['adjusted'])})"
 
 
-def _shared(data: Json) -> Json:
-    own = _DTYPES.get(data["model"]["dtype"], data["model"]["dtype"])
+def context(data: Json) -> Json:
+    """What templates need of a task table beside its own values."""
+    own = DTYPES.get(data["model"]["dtype"], data["model"]["dtype"])
     rows = data["rows"]
     titles = {row["name"]: row["name"] for row in rows}
     titles[REFERENCE] = own

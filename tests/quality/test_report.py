@@ -264,7 +264,7 @@ def test_light_and_dark(html):
 
 
 def test_curves_have_a_line_for_each_row_and_the_expert_switch(report):
-    chart = pages._chart(report.to_dict(), *pages.CHARTS[0])
+    chart = pages.chart(report.to_dict(), *pages.CHARTS[0])
     assert chart["zero"] == ["bf16"]
     for colour in ("var(--floor)", "var(--series-1)", "var(--series-2)"):
         assert colour in chart["svg"]

@@ -1,0 +1,79 @@
+"""Results of finished jobs, read again: what each command writes, by the name and kind of its JSON file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from wanfp4.errors import SettingsError
+from wanfp4.quality.aggregate import Json
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command leaves: `what` in words, the file that holds every figure, its kind and schema.
+
+    pages   files that the command writes beside it.
+    command what makes one.
+    """
+
+    what: str
+    file: str
+    kind: str
+    schema: int
+    pages: tuple[str, ...]
+    command: str
+
+    @property
+    def needed(self) -> str:
+        """What has to be given, for a message."""
+        if not self.file:
+            return f"a file of {self.command}"
+        article = "an" if self.what[0] in "aeiou" else "a"
+        return f"{article} {self.what}'s folder or {self.file}"
+
+
+DRIFT = Result("drift report", "report.json", "wanfp4 drift report", 1, ("report.html", "report.md"), "`wanfp4 drift`")
+MAP = Result("map", "map.json", "wanfp4 attention map", 1, ("map.html", "map.md"), "`wanfp4 map`")
+TASK = Result("task table", "task.json", "wanfp4 task table", 1, ("task.html", "task.md"), "`wanfp4 drift --task`")
+BENCH = Result("timings", "", "wanfp4 bench", 1, (), "`wanfp4 bench --json`")
+SEARCH = Result(
+    "search", "search.json", "wanfp4 search", 1, ("report.html", "report.md", "policy.json"), "`wanfp4 search`"
+)
+
+
+def listing(path: str | Path, result: Result) -> Path:
+    """The JSON file of a result that is given as its folder or as that file."""
+    path = Path(path)
+    return path / result.file if result.file and path.is_dir() else path
+
+
+def read_result(path: str | Path, result: Result) -> Json:
+    """The JSON values of a result, finished or not. Raises SettingsError for anything else."""
+    file = listing(path, result)
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(
+            f"cannot read {str(file)!r}: {error.strerror or error}; needed is {result.needed}"
+        ) from None
+    except ValueError:  # no JSON, or no UTF-8
+        raise SettingsError(f"{str(file)!r} is no JSON file; needed is {result.needed}") from None
+    kind, schema = (data.get("kind"), data.get("schema")) if isinstance(data, dict) else (None, None)
+    if (kind, schema) != (result.kind, result.schema):
+        needed = f"{result.kind!r} and schema {result.schema}"
+        raise SettingsError(f"{str(file)!r} has kind {kind!r} and schema {schema!r}; needed are {needed}")
+    return dict(data)
+
+
+def changed_by_hand(path: str | Path, result: Result, error: Exception) -> SettingsError:
+    """The error for a result that lacks what the command always writes."""
+    return SettingsError(
+        f"the {result.what} {str(path)!r} lacks something or was changed by hand ({error!r}); "
+        f"needed is one as {result.command} writes it"
+    )
+
+
+# What reading such a result stumbles over.
+DAMAGE = (KeyError, TypeError, ValueError, IndexError, AttributeError)
