@@ -172,6 +172,18 @@ def test_global_scale_uses_the_whole_range_of_e4m3():
     assert (rounded.dequantize() - x).norm() < 0.12 * x.norm()
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e30, 1e-38])
+def test_folded_scales_do_not_depend_on_how_many_are_tried_at_once(monkeypatch, scale):
+    x = torch.randn(60, 128, generator=torch.Generator().manual_seed(0)) * scale
+    x[3], x[4, 5], x[6, 7], x[8] = 0, math.nan, math.inf, x[8] * 1e-6
+    made = []
+    for limit in (0, 10**9):
+        monkeypatch.setattr(f, "_FOLD_CPU", limit)
+        made.append(f.quantize_nvfp4(x, fold=True))
+    assert torch.equal(made[0].scales, made[1].scales)
+    assert torch.equal(made[0].codes, made[1].codes)
+
+
 def test_folding_never_loses_to_its_own_start_and_shares_scales():
     x = torch.randn(64, 128)
     rounded = f.quantize_nvfp4(x, fold=True)
