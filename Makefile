@@ -1,8 +1,9 @@
-# make demo, make test, make lint, make wheel-test: each sets up what it needs first. make help lists all.
+# make demo, make lab, make test, make lint, make wheel-test: each sets up what it needs first. make help lists all.
 VENV ?= .venv
 PYTHON ?= python3
 PROMPT ?= a red circle moving right on a white background
 OUT ?= out/demo
+LAB ?= out/lab
 JOBS ?= auto
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
@@ -12,7 +13,7 @@ export PYTHON
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint wheel-test clean
+.PHONY: help setup demo lab test lint wheel-test clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -33,6 +34,23 @@ demo: $(STAMP) ## generate PROMPT with wan-fast and with BF16, and write a drift
 	@echo "  $(OUT)/wan-fast.mp4         4-bit attention; wan-fast.json beside it says what ran"
 	@echo "  $(OUT)/bf16.mp4             the same noise with the pipeline's own attention"
 	@echo "  $(OUT)/drift/report.html    what 4-bit attention cost, step by step; opens offline"
+
+# The prompts of the lab's drift report and map; 3 × 2 seeds are as few runs as have an interval worth the name.
+LAB_RUNS := --prompt "a red circle moving right on a white background" \
+	--prompt "a yellow star moving up on a black background" \
+	--prompt "a green square moving left on a black background" --seeds 0,1 --steps 10
+LAB_POLICIES := wan-fast wan-two-piece nvfp4 fp8-direct
+comma := ,
+empty :=
+LAB_LIST := $(subst $(empty) $(empty),$(comma),$(LAB_POLICIES))
+
+lab: $(STAMP) ## the quality lab on the bundled model, one page in out/lab: about 15 minutes on 2 cores
+	@$(BIN)/wanfp4 drift --policies $(LAB_LIST) $(LAB_RUNS) --force -o $(LAB)/drift
+	@$(BIN)/wanfp4 map --policy wan-fast --attribution $(LAB_RUNS) --force -o $(LAB)/map
+	@shapes=$$($(BIN)/python -c "import torch; print('' if torch.cuda.is_available() else '--shape 567x2')"); \
+		$(BIN)/wanfp4 bench $$shapes $(addprefix --policy ,$(LAB_POLICIES)) --force --json $(LAB)/bench.json
+	@$(BIN)/wanfp4 drift --task --clips 16 --steps 10 --policies $(LAB_LIST) --force -o $(LAB)/task
+	@$(BIN)/wanfp4 report page $(LAB)/drift --map $(LAB)/map --task $(LAB)/task --bench $(LAB)/bench.json -o $(LAB)/lab.html
 
 test: $(STAMP) ## all tests, in JOBS processes
 	@$(BIN)/pytest -n $(JOBS) --dist worksteal

@@ -131,6 +131,8 @@ def _drift(report: Json) -> str:
     four = [s for s in ranked if share_in_4_bits(Policy.from_dict(s["policy"]).numerics) > 0]
     if four and four[0] is not best:
         text += f"; of those in 4 bits {four[0]['name']}, {_off(four[0])}{_close(four[0], four[1:])}"
+    if broken := [s["name"] for s in _ranked(report) if not math.isfinite(_error(s))]:
+        text += f"; {_listed(broken)} gave NaN or infinity"
     return text + "."
 
 
@@ -178,7 +180,10 @@ def _task(task: Json, names: Sequence[str]) -> str:
     if compared * 2.0 ** (1 - clips) >= SIGNIFICANT:
         few = "clip of the task is" if clips == 1 else "clips of the task are"
         return f"{clips} {few} too few to tell a policy from {own}."
-    none = "the policy is not" if len(rows) == 1 else f"none of {len(rows)} policies is"
+    if len(rows) < len(names) or len(rows) == 1:
+        none = f"{_listed([row['name'] for row in rows])} {'is' if len(rows) == 1 else 'are'} not"
+    else:
+        none = f"none of {len(rows)} policies is"
     return f"On the task {none} worse than {own} beyond chance, in {pages.count(clips, 'clip')}."
 
 
@@ -209,8 +214,8 @@ def _speed(bench: Json, columns: Sequence[Json], names: Sequence[str], least: st
     text = f"{name} is fastest: {cell['speed']:.2f} times {column['over']} at {column['title']}"
     text += f" ({cell['backend']} on {where})"
     if least is not None and least != name and (mine := column["cells"].get(least)):
-        emulated = ", emulated" if mine[0]["native"] is False else ""
-        text += f"; {least} has {mine[0]['speed']:.2f} ({mine[0]['backend'] or 'backend not told'}{emulated})"
+        ran = f"{mine[0]['backend'] or 'backend not told'}{', emulated' if mine[0]['native'] is False else ''}"
+        text += f"; {least}, which drifts least, has {mine[0]['speed']:.2f} ({ran})"
     return f"{text}."
 
 
@@ -220,7 +225,7 @@ def speeds(bench: Json) -> list[Json]:
     `cells` has for each policy what ran it, fastest first: `speed` over the baseline (None without one), `seconds`,
     `backend` (None where timings do not tell) and `native` (False for emulation, None for a backend unknown here).
     """
-    native = {backend.name: backend.native for backend in dispatch.backends()}
+    native: dict[str | None, bool] = {backend.name: backend.native for backend in dispatch.backends()}
     found = []
     for row in [*bench["attention"], *bench["steps"]]:
         timed = {name: one for name, one in row["times"].items() if "median" in one}
@@ -237,7 +242,7 @@ def speeds(bench: Json) -> list[Json]:
         found.append(
             {
                 "title": size,
-                "over": BASELINES.get(base, base),
+                "over": None if base is None else BASELINES.get(base, base),
                 "base": None if base is None else timed[base]["median"],
                 "cells": {name: sorted(some, key=lambda one: one["seconds"]) for name, some in cells.items()},
                 "error": row.get("error"),

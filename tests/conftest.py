@@ -17,6 +17,7 @@ torch.set_num_threads(1)
 # Neither the root nor tests/ may go on sys.path: their kernels/ folders would be found as Hugging Face's `kernels`.
 _HELPERS = (
     "tiny.py",
+    "page.py",
     "kernels/naive.py",
     "kernels/interpreter.py",
     "kernels/emulated_cases.py",

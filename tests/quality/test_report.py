@@ -7,11 +7,11 @@ import json
 import math
 import re
 import xml.etree.ElementTree as ET
-from html.parser import HTMLParser
 
 import imageio.v3 as imageio
 import numpy as np
 import pytest
+from page import Page
 from tiny import FRAMES, HEIGHT, WIDTH, tiny_pipeline
 from typer.testing import CliRunner
 
@@ -48,40 +48,6 @@ def report() -> DriftReport:
 @pytest.fixture(scope="module")
 def folder(report, tmp_path_factory):
     return report.save(tmp_path_factory.mktemp("report"))
-
-
-class Page(HTMLParser):
-    """Start tags with their attributes, and the text inside each kind of element."""
-
-    VOID = frozenset({"meta", "img", "br", "link", "input", "line", "path", "use", "rect"})
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.text: dict[str, list[str]] = {}
-        self.feed(html)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        if tag not in self.VOID:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open:
-            self.text.setdefault(self.open[-1], []).append(data)
-
-    def all(self, *names):
-        return [attributes for tag, attributes in self.tags if tag in names]
 
 
 @pytest.fixture(scope="module")
