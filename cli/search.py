@@ -126,7 +126,7 @@ def search(
 
     from wanfp4.quality import targets as aims
     from wanfp4.quality.budget import parse_budget
-    from wanfp4.quality.cells import check_candidates, groups_of
+    from wanfp4.quality.cells import check_candidates, check_length, groups_of
     from wanfp4.quality.costs import measured, share_in_4_bits
     from wanfp4.quality.plan import check_backend, make_plan
     from wanfp4.quality.search import search as find
@@ -137,6 +137,7 @@ def search(
         job.info, names, common.several_prompts(prompt, prompts), common.several_seeds(seeds), settings=job.settings
     )
     check_candidates(plan.policies)
+    check_length(plan.policies, job.info.tokens(plan.settings))
     check_backend(plan.policies, backend, job.device)
     aims.check_reachable(targets, [share_in_4_bits(p.numerics) for p in plan.policies])
     aims.check_counts(bins=bins, rounds=rounds, checks=checks)

@@ -154,6 +154,17 @@ def check_candidates(candidates: Sequence[Policy]) -> None:
             raise PolicyError(f"{one.name!r} and {other.name!r} have different {field}, and a policy has one for all")
 
 
+def check_length(candidates: Sequence[Policy], tokens: int) -> None:
+    """Raise SettingsError for a candidate that keeps the pipeline's own attention at `tokens`, a clip's length: every
+    one of its figures would be BF16's."""
+    for policy in candidates:
+        if policy.min_tokens > tokens:
+            raise SettingsError(
+                f"policy {policy.name!r} has min_tokens={policy.min_tokens} and these settings make {tokens} attention "
+                "tokens, so it would run BF16 in every cell; take a larger or longer clip, or lower its min_tokens"
+            )
+
+
 class Sensitivities:
     """Teacher-forced velocity errors of single columns: squares [choices, groups, runs, steps], choice 0 all zero."""
 

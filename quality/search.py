@@ -37,6 +37,7 @@ from wanfp4.quality.cells import (
     Sensitivities,
     bins_of,
     check_candidates,
+    check_length,
     finite,
     groups_of,
     metric,
@@ -132,6 +133,7 @@ def search(
     check_call(pipe, call)
     check_counts(bins=bins, rounds=rounds, checks=checks)
     check_candidates(plan.policies)
+    check_length(plan.policies, info.tokens(plan.settings))
     in_4_bits = [costs.share_in_4_bits(p.numerics) for p in plan.policies]
     check_reachable(targets, in_4_bits)
     pairs, held_out = check_held_out(plan.prompts, plan.seeds, verify_prompts, verify_seeds)

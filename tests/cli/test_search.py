@@ -81,6 +81,13 @@ def test_usage_errors(refused, tiny_model, options, said):
     assert said in refused("search", "--model", tiny_model, "--device", "cpu", *options)
 
 
+def test_a_candidate_for_longer_clips_is_refused(refused, tiny_model):
+    Path("long.json").write_text(get_policy("wan-fast").with_(name="long", min_tokens=4096).to_json())
+    said = refused("search", "--model", tiny_model, "--device", "cpu", "--budget", "0.3", "--policies", "long.json")
+    assert "min_tokens=4096" in said
+    assert "105 attention tokens" in said
+
+
 def test_costs_from_a_bench(run, tiny_model, caplog):
     times = {"wan-fast": {"median": 1.0}, "sdpa": {"median": 0.5}}
     row = {"tokens": 105, "heads": 2, "times": times}

@@ -16,7 +16,7 @@ from tiny import FRAMES, HEIGHT, WIDTH, generate, tiny_pipeline
 from wanfp4.errors import BackendError, ModelError, OutputError, PolicyError, SettingsError, Wanfp4Error
 from wanfp4.policy import EXACT, Guard, Policy, get_policy, policies
 from wanfp4.processors.patch import patch
-from wanfp4.processors.pipelines import Settings
+from wanfp4.processors.pipelines import Settings, info_of
 from wanfp4.quality import costs, knapsack, search_pages
 from wanfp4.quality import runs as runs_module
 from wanfp4.quality import search as module
@@ -604,6 +604,18 @@ def test_a_fallback_is_no_result(pipe, monkeypatch):
     monkeypatch.setattr(session.dispatch, "select", refuse)
     with pytest.raises(BackendError, match=r"fell back to the pipeline's own attention.*nothing can run it"):
         searched(pipe)
+
+
+@pytest.mark.parametrize("candidates", [1, 2])
+def test_a_candidate_that_keeps_bf16_at_this_length_is_refused(pipe, tmp_path, candidates):
+    tokens = info_of(pipe).tokens(Settings(HEIGHT, WIDTH, FRAMES, STEPS, 4.0))
+    made = [FAST, ACCURATE][:candidates]
+    too_long = [p.with_(min_tokens=tokens + 1) for p in made]
+    with pytest.raises(SettingsError, match=rf"min_tokens={tokens + 1} .* {tokens} attention tokens"):
+        searched(pipe, policies=too_long, folder=tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    report = searched(pipe, policies=[p.with_(min_tokens=tokens) for p in made], checks=0, bins=1)
+    assert all(float(one["rel_l2"][0]) > 0 for one in report.data["sensitivities"])
 
 
 def test_trajectories_are_held_within_bounds(pipe, monkeypatch):
