@@ -253,7 +253,7 @@ def _head_statistics(
     p = (z - top).exp_()
     total = p.sum(-1, keepdim=True)
     p /= total
-    exact = p @ v
+    exact = _weighted(p, v)
     # −Σ p·ln p with ln p = (z − top) − ln total
     entropy = total.log().squeeze(-1) - (p * (z - top)).sum(-1)
     del p  # the codes' temporaries are as large
@@ -304,7 +304,7 @@ def emulate(
         v=numerics.v, smooth_v=numerics.smooth_v, global_scale=numerics.global_scale and "nvfp4" in numerics.v
     )
     values = reference.prepare(v4[:, :1], v4[:, :1], v4, rounding, scale)
-    out = weights.weight @ values.v * values.v_scale / weights.total.unsqueeze(-1)
+    out = _weighted(weights.weight, values.v) * values.v_scale / weights.total.unsqueeze(-1)
     if values.v_mean is not None:
         out = out + values.v_mean
     if numerics.p in ("exact", "bf16"):
@@ -323,6 +323,17 @@ def emulate(
     else:
         beyond = exact > math.log2(_LARGEST.get(numerics.p, math.inf)) + _CLIPPED_OCTAVES
     return out, zeros, beyond.index_select(-1, keys).float().mean((1, 2))
+
+
+def _weighted(p: Tensor, v: Tensor) -> Tensor:
+    """p @ v for p [h, r, Sk] and v [h, Sk, D], long sums in parts: a product of few rows and columns and many keys
+    occupies few of a GPU's processors."""
+    parts = p.shape[-1] // 4096
+    if parts < 2:
+        return p @ v
+    whole = p.shape[-1] // parts * parts
+    split = p[..., :whole].unflatten(-1, (parts, -1)).transpose(1, 2) @ v[:, :whole].unflatten(1, (parts, -1))
+    return split.sum(1) + p[..., whole:] @ v[:, whole:]
 
 
 def _rounded_logits(q: Tensor, rows: Tensor, k: Tensor, numerics: Numerics, scale: float) -> Tensor:

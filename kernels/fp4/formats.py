@@ -31,17 +31,12 @@ _FOLD_GROUP, _FOLD_CPU, _FOLD_GPU = 4, 2**12, 2**24
 
 def round_e2m1(x: Tensor) -> Tensor:
     """The nearest of ±{0, .5, 1, 1.5, 2, 3, 4, 6} as float32, ties to the even code (.25→0, 2.5→2, 3.5→4, 5→4)."""
-    return torch.nan_to_num(_nearest_e2m1(x.float()), nan=E2M1_MAX)
-
-
-def _nearest_e2m1(x: Tensor) -> Tensor:
-    """`round_e2m1` of float32 x that leaves NaN alone."""
-    x = x.clamp(-E2M1_MAX, E2M1_MAX)
+    x = x.float().clamp(-E2M1_MAX, E2M1_MAX)
     # The spacing is half the power of two at or below |x| (its exponent bits alone), .5 at least; torch.round takes
     # ties to even multiples of it, which are the even codes.
     power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
     step = power.clamp(min=1) * 0.5
-    return torch.round(x / step) * step
+    return torch.nan_to_num(torch.round(x / step) * step, nan=E2M1_MAX)
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
@@ -237,9 +232,12 @@ def _fold_scales(pairs: Tensor, amax: Tensor) -> Tensor:
 
     x = pairs.movedim((-3, -1), (0, 1)).contiguous()  # [2, 16, …, 4]: a scale is broadcast over the outer dimensions
 
-    def errors(scales: Tensor) -> Tensor:  # of scales [n, …, 4]
+    def errors(scales: Tensor) -> Tensor:  # of scales [n, …, 4]; in place, as memory is what takes the time
         scales = scales[:, None, None]
-        e = (x - scales * _nearest_e2m1(_divide(x, scales))).square()
+        y = _divide(x, scales).clamp_(-E2M1_MAX, E2M1_MAX)
+        # `round_e2m1`: 1.5·2^22 times the power of two has half of it in its last place, and is an even multiple of it.
+        grid = (y.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(min=1).mul_(1.5 * 2**22)
+        e = torch.sub(x, y.add_(grid).sub_(grid).mul_(scales)).square_()
         e = e[:, 0] + e[:, 1]
         for width in (8, 4, 2, 1):
             e = e[:, :width] + e[:, width:]

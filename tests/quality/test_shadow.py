@@ -253,3 +253,11 @@ def test_numerics_without_a_preset_work_too():
                         margin_unit="log2", smooth_q=True, smooth_k=True, global_scale=True)  # fmt: skip
     found, _ = record(call(*tensors(4, 260), numerics))
     assert all(math.isfinite(value) for value in found.figures.values())
+
+
+@pytest.mark.parametrize("keys", [1, 4096, 8192, 8195, 20_001])
+def test_long_sums_in_parts_are_the_product(keys):
+    g = torch.Generator().manual_seed(keys)
+    p, v = torch.rand(2, 3, keys, generator=g), torch.randn(2, keys, 4, generator=g)
+    exact = p.double() @ v.double()
+    assert (shadow._weighted(p, v) - exact).norm() < 1e-5 * exact.norm()
