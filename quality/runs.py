@@ -26,7 +26,8 @@ from wanfp4.quality.record import Seen, Step, Trajectory, watching
 from wanfp4.quality.report import steps_of
 
 # Entries of the first velocity that tell whether a reference is the one of an earlier session, and how close they have
-# to be: a model's own rounding makes a few thousandths, other weights or another prompt make 1.
+# to be: a model's own rounding makes a few thousandths, another model or prompt makes 1. The digest of weights, which a
+# search compares first, knows neither the tokenizer nor, under sequential offloading, the values of weights.
 _MARKS, _MARK_TOLERANCE = 16, 0.05
 
 HELD_BYTES = 2**30

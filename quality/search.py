@@ -44,7 +44,7 @@ from wanfp4.quality.cells import (
 )
 from wanfp4.quality.choice import Chooser
 from wanfp4.quality.files import output_folder
-from wanfp4.quality.jobs import attention_of, header, log_above_bar, quiet, said_once
+from wanfp4.quality.jobs import attention_of, header, log_above_bar, quiet, said_once, weights_digest
 from wanfp4.quality.plan import DEFAULT_SEEDS, check_call, make_plan
 from wanfp4.quality.rivals import Rivals
 from wanfp4.quality.runs import Pair, Runs
@@ -67,6 +67,7 @@ AIM, CLOSE = 0.99, 0.97
 # What has to agree for figures of an earlier session to be used: words for the message, by key of the header.
 _SAME = {
     "model": "model",
+    "attention": "attention of its own",
     "settings": "settings",
     "scheduler": "scheduler",
     "backend": "backend",
@@ -148,6 +149,7 @@ def search(
             pass  # raises what it must before the first run
 
     known = header(KIND, SCHEMA, pipe, info, plan, backend, strict, call, model, command)
+    known["model"]["weights"] = weights_digest(pipe)
     state: Json = {
         **known,
         "attention": attention,
@@ -248,6 +250,11 @@ def _take_over(folder: Path, state: Json) -> None:
         known = False
     if not known:
         raise OutputError(f"{str(path)!r} is not a search of this version; choose another folder, or add --force")
+    if "weights" not in (earlier.get("model") or {}):
+        raise OutputError(
+            f"{str(path)!r} is of an earlier version, which did not keep the weights' digest: whether its figures are "
+            "of this model is not known; choose another folder, or add --force"
+        )
     wrong = [words for key, words in _SAME.items() if _essence(key, earlier.get(key)) != _essence(key, state[key])]
     if wrong:
         raise OutputError(
@@ -259,7 +266,10 @@ def _take_over(folder: Path, state: Json) -> None:
 
 
 def _essence(key: str, value: Any) -> Any:
-    return {k: v for k, v in value.items() if k != "threads"} if key == "machine" and value else value
+    """What has to agree: of a model neither its name nor what its folder says of defaults, as the weights' digest says
+    which it is and `settings` what was used."""
+    left_out = {"machine": ("threads",), "model": ("model", "defaults", "source")}.get(key, ())
+    return {k: v for k, v in value.items() if k not in left_out} if isinstance(value, dict) else value
 
 
 class _Job:

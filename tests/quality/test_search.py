@@ -8,6 +8,7 @@ import re
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -581,12 +582,52 @@ def test_nothing_is_mixed_with_another_model_or_settings(pipe, whole, tmp_path):
         searched(pipe, folder=folder, steps=2)
     other = tiny_pipeline(seed=5)
     before = (folder / "search.json").read_text()
-    with pytest.raises(OutputError, match="the model changed"):
-        searched(other, folder=folder, shares=[0.3])
+    for shares in ([0.5], [0.3]):  # whether anything is to be measured or not
+        with pytest.raises(OutputError, match="another model"):
+            searched(other, folder=folder, shares=shares)
+    nearly = tiny_pipeline()
+    with torch.no_grad():
+        nearly.transformer.blocks[0].attn1.to_q.weight[0, 0] *= 1.01
+    with pytest.raises(OutputError, match="another model"):
+        searched(nearly, folder=folder)
+    attended = tiny_pipeline()
+    attended.transformer.set_attention_backend("_native_math")
+    with pytest.raises(OutputError, match="another attention of its own"):
+        searched(attended, folder=folder)
     assert (folder / "search.json").read_text() == before
     (tmp_path / "search.json").write_text("{}")
     with pytest.raises(OutputError, match="not a search of this version"):
         searched(pipe, folder=tmp_path)
+
+
+def test_what_the_weights_do_not_say_is_seen_in_the_reference(pipe, whole, monkeypatch):
+    _, folder = whole
+    before = (folder / "search.json").read_text()
+    other = tiny_pipeline()
+    monkeypatch.setattr(tiny, "VOCABULARY", " ".join(reversed(tiny.VOCABULARY.split())))
+    other.tokenizer = tiny.tiny_tokenizer()
+    with pytest.raises(OutputError, match="the model changed"):
+        searched(other, folder=folder, shares=[0.3])
+    assert (folder / "search.json").read_text() == before
+
+
+def test_the_same_weights_go_on_from_another_place(pipe, whole, monkeypatch):
+    report, folder = whole
+    again = tiny_pipeline()
+    again.register_to_config(_name_or_path="/elsewhere/wan")
+    monkeypatch.setattr(Runs, "_run", lambda *a, **k: pytest.fail("measured again"))
+    found = searched(again, folder=folder, budget={"velocity-mean": 1.0}, model="./wan")
+    assert found.data["results"] == report.data["results"]
+    assert found.data["model"]["model"] == "./wan"
+
+
+def test_an_earlier_search_that_does_not_know_its_weights_is_refused(pipe, whole, tmp_path):
+    data = whole[0].to_dict()
+    del data["model"]["weights"]
+    (tmp_path / "search.json").write_text(json.dumps(data))
+    with pytest.raises(OutputError, match=r"did not keep the weights' digest.*--force"):
+        searched(pipe, folder=tmp_path)
+    assert json.loads((tmp_path / "search.json").read_text()) == data
 
 
 def test_nothing_stays_patched(pipe, whole):
