@@ -6,10 +6,10 @@ are drawn with replacement first, and then the runs of each drawn prompt; with a
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,8 @@ from wanfp4.quality.aggregate import Json, number
 
 LEVEL = 0.95
 RESAMPLES = 2000
+# Where nothing differs, n figures all lie on one side with probability 2^(1−n): from here on below 5 %.
+ENOUGH = 6
 
 Floats = npt.NDArray[np.float64]
 
@@ -63,10 +65,6 @@ class Comparison:
     verdict: str
     floor: float
 
-    @property
-    def differs(self) -> bool:
-        return self.verdict in (LOWER, HIGHER)
-
     def to_dict(self) -> Json:
         return {"difference": self.difference.to_dict(), "verdict": self.verdict, "floor": number(self.floor)}
 
@@ -93,10 +91,11 @@ def intervals(
         raise ValueError(f"level must be between 0 and 1, not {level}")
     runs = len(table)
     median = _medians(table)
-    groups = _groups(prompts, runs)
+    if prompts is not None and len(prompts) != runs:
+        raise ValueError(f"{runs} runs need as many prompts; found {len(prompts)}")
     if runs == 1:
         return [Interval(float(m), math.nan, math.nan, 1, level) for m in median]
-    draws = _draws(groups, seed)
+    draws = _draws(_numbered([0] * runs if prompts is None else prompts), seed)
     low, high = np.empty(table.shape[1]), np.empty(table.shape[1])
     for i, column in enumerate(table.T):
         # Not the interpolated quantile: between infinities it would be NaN.
@@ -132,6 +131,26 @@ def compare(
     return Comparison(difference, verdict, floor)
 
 
+def few(prompts: Sequence[Hashable]) -> str | None:
+    """What to add to intervals and verdicts over runs with these prompts, one for each run; None for nothing.
+
+    Prompts are what is drawn, so seeds do not make up for them. Where prompts differ by more than seeds do, the sides
+    that n prompts point to are n throws of a coin, and all agree in 2^(1−n) of cases. A single run has no interval.
+    """
+    if len(prompts) < 2:
+        return None
+    several = len(set(prompts)) > 1
+    drawn = len(set(prompts)) if several else len(prompts)
+    said = [] if several else ["All runs have one prompt, so intervals and verdicts are of that prompt alone."]
+    if drawn < ENOUGH:
+        said.append(
+            f"With {drawn} {'prompts' if several else 'runs'} the intervals are less than 95 % sure: where nothing "
+            f"differs, all can point one way in {100 * 2 ** (1 - drawn):.0f} % of cases"
+            f"{', however many seeds there are' if several else ''}. Take the verdicts as hints."
+        )
+    return " ".join(said) or None
+
+
 def _medians(columns: Floats) -> Floats:
     """Median over the first axis; the mean of the middle two, but without a warning for two infinities."""
     ordered = np.sort(columns, axis=0)
@@ -140,21 +159,26 @@ def _medians(columns: Floats) -> Floats:
     return np.where(np.isnan(ordered[-1]), math.nan, middle)  # NaN sorts last
 
 
-def _groups(prompts: Sequence[Hashable] | None, runs: int) -> list[Any]:
-    """Indices of the runs of each prompt."""
-    if prompts is None:
-        return [np.arange(runs)]
-    if len(prompts) != runs:
-        raise ValueError(f"{runs} runs need as many prompts; found {len(prompts)}")
-    return [np.array([i for i, p in enumerate(prompts) if p == one]) for one in dict.fromkeys(prompts)]
+def _numbered(prompts: Sequence[Hashable]) -> tuple[int, ...]:
+    """Each run's prompt, counted in order of appearance."""
+    numbers = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+    return tuple(numbers[prompt] for prompt in prompts)
 
 
-def _draws(groups: Sequence[Any], seed: int) -> npt.NDArray[np.int64]:
-    """[RESAMPLES, draws] indices of drawn runs. Every drawn prompt gives as many as the one with the most runs has."""
+@functools.lru_cache(maxsize=8)
+def _draws(prompts: tuple[int, ...], seed: int) -> npt.NDArray[np.int64]:
+    """[RESAMPLES, draws] indices of drawn runs. Every drawn prompt gives as many as the one with the most runs has.
+
+    Kept, because drawing takes far longer than the medians of a figure, and tables of layers and steps ask for the same
+    draws again and again.
+    """
     generator = np.random.default_rng(seed)
+    groups = [np.flatnonzero(np.equal(prompts, one)) for one in range(max(prompts) + 1)]
     most = max(len(group) for group in groups)
     rows = []
     for _ in range(RESAMPLES):
         chosen = generator.integers(len(groups), size=len(groups)) if len(groups) > 1 else [0]
         rows.append(np.concatenate([generator.choice(groups[g], size=most) for g in chosen]))
-    return np.array(rows)
+    draws = np.array(rows)
+    draws.flags.writeable = False
+    return draws

@@ -5,12 +5,14 @@ import math
 import numpy as np
 import pytest
 
+from wanfp4.quality import intervals as module
 from wanfp4.quality.intervals import (
     HIGHER,
     INSIDE_FLOOR,
     LOWER,
     NOT_TOLD_APART,
     compare,
+    few,
     interval,
     intervals,
 )
@@ -70,6 +72,50 @@ def test_nan_and_infinity_stay():
     assert interval([math.inf] * 4).high == math.inf
 
 
+def test_draws_are_made_once_for_runs_of_the_same_prompts(monkeypatch):
+    """Tables of layers and steps ask for the same ones again; figures are those of fresh draws."""
+    made = []
+    original = np.random.default_rng
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: made.append(seed) or original(seed))
+    values, prompts = list(original(3).normal(size=8)), [0, 0, 1, 1, 1, 2, 3, 3]
+    module._draws.cache_clear()
+    first = interval(values, prompts)
+    assert [interval(values, prompts), interval(values, list("aabbbcdd"))] == [first, first]
+    assert made == [0]
+    others = interval(values), interval(values, prompts, seed=1), interval(values, [0, 1, 1, 1, 0, 2, 3, 3])
+    assert len(made) == 4
+    module._draws.cache_clear()
+    assert interval(values, prompts) == first
+    assert interval(values) == others[0]
+    assert interval(values, prompts, seed=1) == others[1]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "seeds", "sure"), [(2, 1, False), (2, 4, False), (3, 4, False), (5, 2, False), (6, 4, True)]
+)
+def test_verdicts_where_nothing_differs_are_as_frequent_as_the_warning_says(prompts, seeds, sure):
+    """Prompts that differ by more than seeds do: seeds do not make up for them."""
+    generator, of_runs = np.random.default_rng(1), [p for p in range(prompts) for _ in range(seeds)]
+    effects = generator.normal(size=(300, prompts, 1)) + generator.normal(0, 0.05, (300, prompts, seeds))
+    verdicts = [compare(row.ravel(), np.zeros(len(of_runs)), of_runs).verdict for row in effects]
+    wrong = 1 - verdicts.count(NOT_TOLD_APART) / 300
+    chance = 2 ** (1 - prompts)
+    assert wrong == pytest.approx(chance, abs=0.06)
+    said = few(of_runs)
+    assert (said is None) == sure
+    if said is not None:
+        assert f"With {prompts} prompts" in said
+        assert f"in {100 * chance:.0f} % of cases, however many seeds" in said
+
+
+def test_a_single_prompt_is_said_and_its_runs_are_counted():
+    assert few([]) is None
+    assert few(["a"]) is None
+    assert "that prompt alone. With 2 runs" in few(["a", "a"])
+    assert "in 50 % of cases. Take" in few(["a", "a"])
+    assert few(["a"] * 6).endswith("of that prompt alone.")
+
+
 @pytest.mark.parametrize(
     ("values", "prompts"), [([], None), ([1.0, 2.0], [0]), ([1.0], [0, 1])]
 )  # fmt: skip
@@ -83,12 +129,10 @@ def test_differences():
     better = [x - 0.02 for x in base]
     assert compare(better, base).verdict == LOWER
     assert compare(base, better).verdict == HIGHER
-    assert compare(base, better).differs
     assert compare(better, base, floor=0.03).verdict == INSIDE_FLOOR
     assert compare(base, base).verdict == INSIDE_FLOOR
     mixed = [x + d for x, d in zip(base, (0.02, -0.02, 0.03, -0.01, -0.02, 0.01), strict=True)]
     assert compare(mixed, base).verdict == NOT_TOLD_APART
-    assert not compare(mixed, base).differs
     assert compare([1.0], [2.0]).verdict == NOT_TOLD_APART
     assert compare([math.nan, 1.0], [2.0, 2.0]).verdict == NOT_TOLD_APART
     with pytest.raises(ValueError, match="paired figures"):
