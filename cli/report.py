@@ -28,6 +28,12 @@ def compare(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="The comparison as JSON, every figure.")
     ] = None,
+    pair: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME_A=NAME_B", help="Compare these two policies, not those of one name; repeat it for several."
+        ),
+    ] = None,
 ) -> None:
     """Compare two finished drift reports: how they were made, and whether their policies differ.
 
@@ -37,6 +43,7 @@ def compare(
     \b
     wanfp4 report compare before after
     wanfp4 report compare before after -o comparison.md --json comparison.json
+    wanfp4 report compare before after --pair wan-fast=mine    two policies of different names
     """
     inputs = [path / "report.json" if path.is_dir() else path for path in (a, b)]
     outputs = [path for path in (output, json_file) if path is not None]
@@ -50,7 +57,7 @@ def compare(
     from wanfp4.quality.files import write
     from wanfp4.quality.report import json_text
 
-    found = compare_reports(a, b)
+    found = compare_reports(a, b, pair or [])
     if output is not None:
         write(output, markdown_text(found))
     if json_file is not None:

@@ -37,11 +37,14 @@ def read_report(path: str | Path) -> Json:
     return data
 
 
-def compare_reports(a: str | Path, b: str | Path) -> Json:
+def compare_reports(a: str | Path, b: str | Path, pair: Sequence[str] = ()) -> Json:
     """The comparison of two finished drift reports as JSON values: docs/drift.md has its keys. Differences are B − A.
 
-    Raises SettingsError for what is no finished drift report, and for reports without a policy, or a prompt and seed,
-    in common.
+    Policies of one name are compared; those that `pair` names instead, as "NAME_IN_A=NAME_IN_B"; and, where there are
+    neither, the only one of each report.
+
+    Raises SettingsError for what is no finished drift report, for reports without a policy, or a prompt and seed, in
+    common, and for a pair that they do not have.
     """
     reports = {"A": read_report(a), "B": read_report(b)}
     paths = {"A": a, "B": b}
@@ -53,10 +56,14 @@ def compare_reports(a: str | Path, b: str | Path) -> Json:
         except DAMAGE as error:
             raise changed_by_hand(paths[name], DRIFT, error) from None
     (of_a, pairs_a), (of_b, pairs_b) = found["A"], found["B"]
-    shared = [name for name in of_a if name in of_b]
+    has = f"{str(a)!r} has {_listed(of_a)}, {str(b)!r} has {_listed(of_b)}"
+    shared = [_names(text, of_a, of_b, has) for text in pair] or [(name, name) for name in of_a if name in of_b]
+    if not shared and len(of_a) == len(of_b) == 1:
+        shared = list(zip(of_a, of_b, strict=True))
     if not shared:
         raise SettingsError(
-            f"the reports have no policy in common: {str(a)!r} has {_listed(of_a)}, {str(b)!r} has {_listed(of_b)}"
+            f"the reports have no policy in common: {has}; say which to compare, as --pair {next(iter(of_a))}="
+            f"{next(iter(of_b))}"
         )
     pairs = [pair for pair in pairs_a if pair in pairs_b]
     if not pairs:
@@ -78,8 +85,11 @@ def compare_reports(a: str | Path, b: str | Path) -> Json:
             "A": len(pairs_a),
             "B": len(pairs_b),
         },
-        "policies": [_policy(name, of_a[name], of_b[name], reports["A"], reports["B"], pairs) for name in shared],
-        "only": {"A": [n for n in of_a if n not in of_b], "B": [n for n in of_b if n not in of_a]},
+        "policies": [_policy(of_a[one], of_b[other], reports["A"], reports["B"], pairs) for one, other in shared],
+        "only": {
+            "A": [name for name in of_a if name not in {one for one, _ in shared}],
+            "B": [name for name in of_b if name not in {other for _, other in shared}],
+        },
     }
 
 
@@ -135,7 +145,15 @@ def differences(a: Any, b: Any, name: str = "") -> list[Json]:
     return [] if a == b else [{"what": name, "A": a, "B": b}]
 
 
-def _policy(name: str, a: Json, b: Json, data_a: Json, data_b: Json, pairs: Sequence[Pair]) -> Json:
+def _names(text: str, of_a: Mapping[str, Json], of_b: Mapping[str, Json], has: str) -> tuple[str, str]:
+    """The policies of "A=B"; a name may hold an =, too."""
+    for i, sign in enumerate(text):
+        if sign == "=" and text[:i] in of_a and text[i + 1 :] in of_b:
+            return text[:i], text[i + 1 :]
+    raise SettingsError(f"--pair {text!r} must be a policy of A, = and a policy of B: {has}")
+
+
+def _policy(a: Json, b: Json, data_a: Json, data_b: Json, pairs: Sequence[Pair]) -> Json:
     runs_a, runs_b = _runs(data_a, a), _runs(data_b, b)
     floors = [_runs(data, data["noise_floor"]) for data in (data_a, data_b)]
     steps = min(len(data_a["steps"]), len(data_b["steps"]))
@@ -144,7 +162,8 @@ def _policy(name: str, a: Json, b: Json, data_a: Json, data_b: Json, pairs: Sequ
     prompts = [prompt for prompt, _ in shared]
     floor_runs = [[floor[pair] for pair in shared] for floor in floors]
     return {
-        "name": name,
+        "name": a["name"] if a["name"] == b["name"] else f"{a['name']} in A, {b['name']} in B",
+        "names": {"A": a["name"], "B": b["name"]},
         "runs": len(shared),
         "constants": [d for d in differences(a["policy"], b["policy"]) if d["what"] not in ("name", "description")],
         "ran_on": {"A": sorted(a["backend"]["calls"]), "B": sorted(b["backend"]["calls"])},

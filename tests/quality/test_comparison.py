@@ -303,6 +303,45 @@ def test_nothing_in_common_is_said(saved):
         compare_reports(a, saved("c", other_seeds))
 
 
+def one_policy(index, name=None):
+    def change(data):
+        data["policies"] = data["policies"][index : index + 1]
+        data["policies"][0]["name"] = name or data["policies"][0]["name"]
+
+    return change
+
+
+def test_the_only_policies_of_two_reports_are_compared_whatever_their_names(saved):
+    found = compare_reports(saved("a", one_policy(0)), saved("b", one_policy(1, "mine")))
+    [policy] = found["policies"]
+    assert policy["names"] == {"A": "wan-fast", "B": "mine"}
+    assert "numerics.p" in {c["what"] for c in policy["constants"]}
+    assert found["only"] == {"A": [], "B": []}
+    same = compare_reports(saved("c", one_policy(0)), saved("d", one_policy(0, "mine")))["policies"][0]
+    assert {f["verdict"] for f in same["figures"]} == {INSIDE_FLOOR}
+    assert same["constants"] == []
+
+
+def test_policies_of_different_names_are_paired_by_hand(saved):
+    def renamed(data):
+        data["policies"][0]["name"] = "min=e"
+
+    a, b = saved("a"), saved("b", renamed)
+    result = run(a, b, "--pair", "wan-fast=min=e")
+    assert result.exit_code == 0, result.output
+    assert "wan-fast in A, min=e in B, 4 runs in both" in result.stdout
+    assert "Only in A, not compared: nvfp4" in result.stdout
+    assert "Only in B, not compared: nvfp4" in result.stdout
+    found = compare_reports(a, b, ["nvfp4=min=e", "nvfp4=nvfp4"])
+    assert [p["names"]["B"] for p in found["policies"]] == ["min=e", "nvfp4"]
+    assert found["only"] == {"A": ["wan-fast"], "B": []}
+    for wrong in ("wan-fast", "wan-fast=nothing", "nothing=nvfp4", "="):
+        result = run(a, b, "--pair", wrong)
+        assert result.exit_code == 2
+        assert f"--pair {wrong!r} must be a policy of A, = and a policy of B: " in result.stderr
+        assert "has wan-fast, nvfp4, " in result.stderr
+
+
 def test_a_report_is_never_written_over(saved, tmp_path):
     a, b = saved("a"), saved("b")
     before = (a / "report.json").read_bytes()
