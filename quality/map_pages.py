@@ -206,10 +206,10 @@ def grids_of(data: Json) -> Json:
 def worst_branch(data: Json) -> str:
     """The guidance branch whose median cell is off the most, NaN being worst; the first of equals."""
     middle = _medians([run["figures"]["rel_l2"] for run in data["runs"]])
-    by_branch: dict[str, list[list[float | None]]] = {}
-    for (*_, branch), error in zip(data["cells"], middle, strict=True):
-        by_branch.setdefault(branch, []).append([error])
-    errors = {branch: _medians(column)[0] for branch, column in by_branch.items()}
+    by_branch: dict[str, list[int]] = {}
+    for i, (*_, branch) in enumerate(data["cells"]):
+        by_branch.setdefault(branch, []).append(i)
+    errors = {branch: _medians([[middle[i]] for i in _counted(data, of)])[0] for branch, of in by_branch.items()}
     return max(errors, key=lambda branch: -1.0 if (error := errors[branch]) is None else _worse(error))
 
 
@@ -217,10 +217,15 @@ def _of_heads(data: Json, name: str) -> list[list[str]]:
     """[layers][heads] medians over runs, steps and branches."""
     table = []
     for where in dict.fromkeys(tuple(cell[:3]) for cell in data["cells"]):
-        index = [i for i, cell in enumerate(data["cells"]) if tuple(cell[:3]) == where]
+        index = _counted(data, [i for i, cell in enumerate(data["cells"]) if tuple(cell[:3]) == where])
         values = [run["heads"][name][i] for run in data["runs"] for i in index if run["heads"][name][i] is not None]
         table.append([value(name, x, 2) for x in _medians(values)])
     return table
+
+
+def _counted(data: Json, cells: Sequence[int]) -> Sequence[int]:
+    """Those of some cells that medians are of: without calls in the pipeline's own attention, unless all are."""
+    return [i for i in cells if data["ran"][i] != "exact"] or cells
 
 
 def _medians(rows: Sequence[Sequence[Any]]) -> list[float | None]:

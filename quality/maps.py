@@ -194,11 +194,11 @@ class AttentionMap:
         if not self.data["runs"]:
             return {"overall": {}, "layers": [], "steps": [], "over_floor": None, "suspects": []}
         places, chosen = self.places, self.rounded()
-        if not chosen.any():
-            chosen = np.ones_like(chosen)
         tables, reached = {name: self.values(name) for name in FIGURES}, self._reached()
 
         def over(cells: npt.NDArray[np.bool_]) -> Json:
+            # Calls in the pipeline's own attention have no error to count, unless they are all there is.
+            cells = cells & chosen if (cells & chosen).any() else cells
             runs = [i for i, row in enumerate(reached) if (row & cells).any()]
             if not runs:
                 return {}
@@ -209,7 +209,7 @@ class AttentionMap:
 
         rows = dict.fromkeys(place[:3] for place in places)
         columns = dict.fromkeys((place.expert, place.step) for place in places)
-        overall = over(chosen)
+        overall = over(np.ones_like(chosen))
         floor = float(overall["floor"]["median"]) if "floor" in overall else math.nan
         error = float(overall["rel_l2"]["median"]) if "rel_l2" in overall else math.nan
         return {
@@ -220,7 +220,7 @@ class AttentionMap:
                 for e, b, n in rows
             ],
             "steps": [
-                {"expert": e, "step": s, **over(np.array([(p.expert, p.step) == (e, s) for p in places]) & chosen)}
+                {"expert": e, "step": s, **over(np.array([(p.expert, p.step) == (e, s) for p in places]))}
                 for e, s in columns
             ],
             "suspects": [{**one.to_dict(), "where": one.where, "text": str(one)} for one in self.suspects()],

@@ -15,6 +15,7 @@ from wanfp4.kernels import dispatch
 from wanfp4.policy import Guard, get_policy
 from wanfp4.processors.patch import patch
 from wanfp4.processors.pipelines import Settings
+from wanfp4.quality import map_pages
 from wanfp4.quality import maps as module
 from wanfp4.quality import suspects as suspects_module
 from wanfp4.quality.attribution import NAMES
@@ -110,6 +111,35 @@ def test_layers_that_stay_in_16_bits_have_no_error_and_do_not_make_the_others_su
     summary = found.to_dict()["summary"]
     assert summary["overall"]["rel_l2"]["median"] > 0.1
     assert summary["layers"][0]["rel_l2"]["median"] == 0
+
+
+def test_calls_that_a_policy_leaves_alone_are_in_no_median(pipe):
+    """A layer, step, head or branch of which half stays in 16 bits is not half as bad."""
+    rules = [{"numerics": "bf16", "sigma": [0.6, 1.0]}, {"numerics": "bf16", "layers": [0]}]
+    found = mapped(pipe, get_policy("wan-fast").with_(name="late", rules=rules), settings=settings(5), per_head=True)
+    on, errors, heads = found.rounded(), found.values("rel_l2")[0], found.heads("rel_l2")[0]
+    by_layer = [np.array([place.layer == n for place in found.places]) for n in range(LAYERS)]
+    assert all(on[mask].mean() < 0.5 for mask in by_layer), "so that a median over all would be 0"
+    data = found.to_dict()
+    shown = map_pages.grids_of(data)["heads"]["rel_l2"][""]
+    assert data["summary"]["layers"][0]["rel_l2"]["median"] == 0
+    assert shown[0] == ["0", "0"]
+    for n in range(1, LAYERS):
+        here = by_layer[n] & on
+        said = data["summary"]["layers"][n]["rel_l2"]["median"]
+        assert said == pytest.approx(np.median(errors[here]), rel=1e-6)
+        assert said > 0.1
+        assert shown[n] == [map_pages.value("rel_l2", x, 2) for x in np.median(heads[here], axis=0)]
+    assert "By layer it goes from 0" in " ".join(map_pages.readings(data))
+    in_steps = [one["rel_l2"]["median"] > 0 for one in data["summary"]["steps"]]
+    assert in_steps == [any(on[i] for i, p in enumerate(found.places) if p.step == s) for s in range(5)]
+    # The worse branch is that of the calls that were rounded.
+    for run in data["runs"]:
+        run["figures"]["rel_l2"] = [
+            (0.2 if cell[4] == "uncond" else 0.1) if o else 0.0
+            for o, cell in zip(on, data["cells"], strict=True)
+        ]  # fmt: skip
+    assert map_pages.worst_branch(data) == "uncond"
 
 
 def test_both_experts(tmp_path):
