@@ -18,12 +18,13 @@ from torch import Tensor
 
 from wanfp4.errors import BackendError, ModelError, OutputError
 from wanfp4.policy import Policy
-from wanfp4.processors.patch import patch
+from wanfp4.processors.patch import Patch, patch
 from wanfp4.processors.pipelines import Settings, generate_latents
 from wanfp4.quality import metrics
 from wanfp4.quality.aggregate import Json, number, numbers
 from wanfp4.quality.record import Seen, Step, Trajectory, watching
 from wanfp4.quality.report import steps_of
+from wanfp4.receipt import Receipt
 
 # Entries of the first velocity that tell whether a reference is the one of an earlier session, and how close they have
 # to be: a model's own rounding makes a few thousandths, another model or prompt makes 1. The digest of weights, which a
@@ -106,28 +107,30 @@ class Runs:
         with patch(self.pipe, policy, backend, strict=self.strict) as handle:
             if entry is None:
                 forced = self._run(policy.name, pair, reference, forced=True)[0]
-                receipt = handle.receipt()
-                if receipt.fallbacks:
-                    first = receipt.fallbacks[0]
-                    raise BackendError(
-                        f"policy {policy.name!r} fell back to the pipeline's own attention in {first.expert}: "
-                        f"{first.ran.reason}; a search needs candidates that run here"
-                    )
-                entry = {
-                    "digest": key[0],
-                    "name": policy.name,
-                    "prompt": pair[0],
-                    "seed": pair[1],
-                    "backend": sorted({e.ran.backend for e in receipt.entries}),
-                    "emulated": any(e.ran.emulated for e in receipt.entries),
-                    "receipt": receipt.summary(),
-                    "velocity": numbers(forced),
-                    "free": None,
-                    "seconds": number(time.perf_counter() - started),
-                }
+                receipt = _checked(policy, handle)
+                entry = self._keep(
+                    key,
+                    {
+                        "digest": key[0],
+                        "name": policy.name,
+                        "prompt": pair[0],
+                        "seed": pair[1],
+                        "backend": sorted({e.ran.backend for e in receipt.entries}),
+                        "emulated": any(e.ran.emulated for e in receipt.entries),
+                        "receipt": receipt.summary(),
+                        "velocity": numbers(forced),
+                        "free": None,
+                        "seconds": number(time.perf_counter() - started),
+                    },
+                )
             if free:
                 velocity, latent = self._run(f"{policy.name}, free", pair, reference, forced=False)
-                entry = {**entry, "free": {"velocity": numbers(velocity), "latent": number(latent)}}
+                _checked(policy, handle)
+                entry = self._keep(key, {**entry, "free": {"velocity": numbers(velocity), "latent": number(latent)}})
+        return entry
+
+    def _keep(self, key: tuple[str, str, int], entry: Json) -> Json:
+        """Remember a run that has just finished: a run that is stopped after it loses only itself."""
         if key in self._memo:
             self.state["measured"].remove(self._memo[key])
         self._memo[key] = entry
@@ -199,6 +202,18 @@ class Runs:
         with watching(self.pipe, seen, forced=reference if forced else None):
             generate_latents(self.pipe, pair[0], self.settings, pair[1], **self.call)
         return velocity, metrics.rel_l2(last[0], reference.seen[-1].next_sample)
+
+
+def _checked(policy: Policy, handle: Patch) -> Receipt:
+    """What has run. Raises BackendError when some of it was the pipeline's own attention in the policy's place."""
+    receipt = handle.receipt()
+    if receipt.fallbacks:
+        first = receipt.fallbacks[0]
+        raise BackendError(
+            f"policy {policy.name!r} fell back to the pipeline's own attention in {first.expert}: {first.ran.reason}; "
+            "a search needs candidates that run here"
+        )
+    return receipt
 
 
 def _bytes(trajectory: Trajectory) -> int:

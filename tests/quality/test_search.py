@@ -564,6 +564,29 @@ def test_a_search_that_was_stopped_goes_on_and_ends_the_same(pipe, whole, tmp_pa
     assert len(again.data["measured"]) == len(report.data["measured"])
 
 
+def test_a_free_run_that_is_stopped_does_not_take_the_forced_run_with_it(pipe, tmp_path, monkeypatch):
+    original, done = Runs._run, []
+
+    def run(self, what, *args, **kwargs):
+        if what.endswith(", free"):
+            raise Stop
+        done.append(what)
+        return original(self, what, *args, **kwargs)
+
+    monkeypatch.setattr(Runs, "_run", run)
+    with pytest.raises(Stop):
+        searched(pipe, folder=tmp_path)
+    assert [m["name"] for m in SearchReport.load(tmp_path).data["measured"]] == done
+
+    again = []
+    monkeypatch.setattr(Runs, "_run", lambda self, what, *a, **k: again.append(what) or original(self, what, *a, **k))
+    report = searched(pipe, folder=tmp_path)
+    assert again[0] == f"{done[-1]}, free"
+    assert not set(done) & set(again)
+    keys = [(m["digest"], m["prompt"], m["seed"]) for m in report.data["measured"]]
+    assert len(keys) == len(set(keys))
+
+
 def test_another_target_uses_what_was_measured(pipe, whole, monkeypatch):
     report, folder = whole
     measured = []
