@@ -35,7 +35,7 @@ demo: $(STAMP) ## generate PROMPT with wan-fast and with BF16, and write a drift
 	@echo "  $(OUT)/bf16.mp4             the same noise with the pipeline's own attention"
 	@echo "  $(OUT)/drift/report.html    what 4-bit attention cost, step by step; opens offline"
 
-# The prompts of the lab's drift report and map; 3 × 2 seeds are as few runs as have an interval worth the name.
+# The runs of the lab's drift report and map: few, so its intervals are hints, as the page says.
 LAB_RUNS := --prompt "a red circle moving right on a white background" \
 	--prompt "a yellow star moving up on a black background" \
 	--prompt "a green square moving left on a black background" --seeds 0,1 --steps 10

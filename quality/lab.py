@@ -98,7 +98,15 @@ def read_lab(
                 _check_model(drift, part)
             _check_policies(part, known)
             notes += _notes(drift, part)
-    return Lab(drift, files, tuple(beside), others.get(TASK), others.get(BENCH), others.get(SEARCH), tuple(notes))
+    return Lab(
+        drift,
+        files,
+        tuple(beside),
+        others.get(TASK),
+        others.get(BENCH),
+        others.get(SEARCH),
+        tuple(dict.fromkeys(notes)),
+    )
 
 
 def _part(path: str | Path, result: Result) -> Part:
@@ -194,10 +202,17 @@ def _circumstances(ours: Json, theirs: Json) -> Iterator[str]:
         yield from _differing(ours, theirs, ["scheduler"])
     if "prompts" in theirs and (ours["prompts"], ours["seeds"]) != (theirs["prompts"], theirs["seeds"]):
         yield "other prompts or seeds than the report"
-    yield from _differing(ours["machine"], theirs["machine"], ("device", "name", "system", "compute_capability"))
+    if machine_of(ours) != machine_of(theirs):
+        yield f"on {machine_of(theirs)}, the report's on {machine_of(ours)}"
     # Timings list more packages than reports do.
     shared = [name for name in ours["versions"] if name in theirs["versions"]]
     yield from _differing(ours["versions"], theirs["versions"], shared)
+
+
+def machine_of(data: Json) -> str:
+    """Where a result was measured: the card's name, or the kind of device with the processor's."""
+    machine = data["machine"]
+    return str(machine["name"]) if machine["device"] == "cuda" else f"{machine['device']}, {machine['name']}"
 
 
 def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any], names: Iterable[str]) -> Iterator[str]:

@@ -19,7 +19,8 @@ from wanfp4.quality.aggregate import Json
 from wanfp4.quality.attribution import LEVERS, PARTS
 from wanfp4.quality.costs import share_in_4_bits
 from wanfp4.quality.files import write
-from wanfp4.quality.lab import Lab, Part, policies_of
+from wanfp4.quality.intervals import few
+from wanfp4.quality.lab import Lab, Part, machine_of, policies_of
 from wanfp4.quality.pages import figure, percent, ratio
 from wanfp4.quality.plan import FLOOR, REFERENCE
 from wanfp4.quality.results import BENCH, DAMAGE, listing
@@ -30,6 +31,9 @@ LIMIT = 5_000_000
 
 # Of a report's charts the two that a decision needs: what the policy itself costs, and where the clip goes.
 CHARTS = [chart for chart in pages.CHARTS if chart[:2] in (("teacher_forced", "velocity"), ("free_running", "latent"))]
+
+# A verdict names no more policies than this one by one; the table has them all.
+NAMED = 3
 
 # What a speed is a multiple of, by the name that timings give it.
 BASELINES = {
@@ -103,14 +107,15 @@ def _budget(report: Json) -> str:
     judged, found = report["budget"], pages.budget_verdict(report)
     if found is None:
         return "No budget was set."
+    limits = ", ".join(f"{name} {_bound(limit)}" for name, limit in judged["limits"].items())
     if not judged["violations"]:
-        limits = judged["limits"].items()
-        listed = ", ".join(f"{name} {_bound(limit)}" for name, limit in limits)
-        return f"{found}: {listed}."
+        return f"{found}: {limits}."
     by_policy: dict[str, list[str]] = {}
     for v in judged["violations"]:
         text = f"{v['metric']} {figure(v['value'], 4)}, {_bound(judged['limits'][v['metric']])}"
         by_policy.setdefault(v["policy"], []).append(text)
+    if len(by_policy) > NAMED:
+        return f"{found} by {len(by_policy)} of {len(report['policies'])} policies: {limits}."
     exceeding = [f"{name} ({'; '.join(texts)})" for name, texts in by_policy.items()]
     return f"{found} by {_listed(exceeding)}."
 
@@ -193,7 +198,7 @@ def _differs(row: Json) -> bool:
 
 def _speed(bench: Json, columns: Sequence[Json], names: Sequence[str], least: str | None) -> str:
     """The fastest policy on hardware made for its formats; times of emulation are called that."""
-    where = _machine(bench)
+    where = machine_of(bench)
     timed = [
         (column, name, cell)
         for column in columns
@@ -211,11 +216,11 @@ def _speed(bench: Json, columns: Sequence[Json], names: Sequence[str], least: st
         what = "emulation, which says nothing of the speed of hardware" if emulated else "backends that may emulate"
         return f"The times given are of {what}: {low:.2g} to {high:.2g} times BF16 with {backends} on {where}."
     column, name, cell = max(native, key=lambda one: one[2]["speed"])
-    text = f"{name} is fastest: {cell['speed']:.2f} times {column['over']} at {column['title']}"
+    text = f"{name} is fastest: {times(cell['speed'])} times {column['over']} at {column['title']}"
     text += f" ({cell['backend']} on {where})"
     if least is not None and least != name and (mine := column["cells"].get(least)):
         ran = f"{mine[0]['backend'] or 'backend not told'}{', emulated' if mine[0]['native'] is False else ''}"
-        text += f"; {least}, which drifts least, has {mine[0]['speed']:.2f} ({ran})"
+        text += f"; {least}, which drifts least, has {times(mine[0]['speed'])} ({ran})"
     return f"{text}."
 
 
@@ -238,7 +243,8 @@ def speeds(bench: Json) -> list[Json]:
                     cell = {"speed": one.get("speed"), "seconds": one["median"], "backend": backend}
                     cells.setdefault(policy["name"], []).append({**cell, "native": native.get(backend)})
         tokens = f"{row['tokens']:,} tokens"
-        size = f"{tokens} × {row['heads']} heads" if "heads" in row else f"a step of {row['model']}, {tokens}"
+        attention = f"{tokens} × {pages.count(row.get('heads', 0), 'head')}"
+        size = attention if "heads" in row else f"a step of {row['model']}, {tokens}"
         found.append(
             {
                 "title": size,
@@ -252,13 +258,13 @@ def speeds(bench: Json) -> list[Json]:
     return found
 
 
+def times(speed: float) -> str:
+    """Two decimals, or two significant digits of what would lose them."""
+    return f"{speed:.2f}" if speed >= 0.1 else figure(speed, 2)
+
+
 def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:,.0f} ms" if seconds >= 1 else f"{figure(1e3 * seconds)} ms"
-
-
-def _machine(data: Json) -> str:
-    machine = data["machine"]
-    return f"{machine['name']}" if machine["device"] == "cuda" else f"{machine['device']}, {machine['name']}"
 
 
 def _context(lab: Lab) -> Json:
@@ -279,8 +285,10 @@ def _context(lab: Lab) -> Json:
         "sections": sections,
         "rows": [_reference_row(task), *(_row(section, task, columns) for section in sections)],
         "columns": columns,
-        "timed_on": _machine(lab.bench.data) if lab.bench else None,
+        "timed_on": machine_of(lab.bench.data) if lab.bench else None,
         "milliseconds": milliseconds,
+        "times": times,
+        "few": few([run["prompt"] for run in sections[0]["runs"]]),
         "charts": [pages.chart(report, *chart) for chart in CHARTS],
         "maps": [_map(part) for part in lab.maps],
         "task": task,
@@ -355,14 +363,14 @@ def _summary(part: Part) -> str:
     """A part in a few words: what, of what, when."""
     data, when = part.data, f"{part.data['created'][:10]}{'' if part.complete else ', unfinished'}"
     if part.result is BENCH:
-        return f"timings on {_machine(data)}, {when}"
+        return f"timings on {machine_of(data)}, {when}"
     of = {
         "drift report": lambda: f"of {pages.count(len(data['prompts']) * len(data['seeds']), 'run')} a policy",
         "map": lambda: f"of {data['policy']['name']}",
         "task table": lambda: f"of {pages.count(data['tasks']['clips'], 'clip')}",
         "search": lambda: f"among {', '.join(name for name, _ in policies_of(part))}",
     }
-    return f"{part.result.what} {of[part.result.what]()}, on {_machine(data)}, {when}"
+    return f"{part.result.what} {of[part.result.what]()}, on {machine_of(data)}, {when}"
 
 
 def _listed(names: Sequence[str]) -> str:

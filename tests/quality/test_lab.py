@@ -196,7 +196,7 @@ def test_the_figures_are_those_of_the_results(lab, data):
     html = lab_html(lab(*ALL))
     first, second, own, floor, *policies = table(html)
     assert first[:3] == ["Policy", "Speed", "Velocity, teacher-forced"]
-    assert second[:2] == ["4,096 tokens × 12 heads × cuDNN's BF16 attention", "9,999,999 tokens × 1 heads"]
+    assert second[:2] == ["4,096 tokens × 12 heads × cuDNN's BF16 attention", "9,999,999 tokens × 1 head"]
     assert own == ["FP32 the pipeline's own", "1 × 10 ms", "not timed", "compared with", "90.0 % 95 %: 59.6–98.2",
                    "–", "–", "pipeline"]  # fmt: skip
     assert floor[0] == "noise floor exact, another kernel"
@@ -221,7 +221,7 @@ def test_the_figures_are_those_of_the_results(lab, data):
     assert nv[9] == f"6 / 0 p {task_pages.p_value(lost['adjusted'])}"
     assert fp8[7:10] == ["–", "–", "–"]
     assert floor[9] == "0 / 1 p 1"
-    assert "Not timed , 9,999,999 tokens × 1 heads: RuntimeError: no memory" in plain(html)
+    assert "Not timed , 9,999,999 tokens × 1 head: RuntimeError: no memory" in plain(html)
     assert "timed on NVIDIA H200" in plain(html)
 
 
@@ -242,6 +242,7 @@ def test_the_map_is_that_of_the_worse_branch(lab, data):
     for name in data["map"]["attribution"]["names"]:
         assert f"{name} {pages.figure(overall[name]['rel_l2'])}" in re.sub(r" (made exact|lever) ", " ", text)
     assert "σ 1.00" in shown[0][1]
+    assert "With 2 prompts the intervals are less than 95 % sure" in text
     for run in data["map"]["runs"]:
         run["figures"]["rel_l2"] = ["NaN" if b == "cond" else v for v, (*_, b) in
                                     zip(run["figures"]["rel_l2"], data["map"]["cells"], strict=True)]  # fmt: skip
@@ -276,6 +277,11 @@ def test_the_verdict_on_the_budget(lab, data):
     data["drift"]["budget"] = {"limits": {"velocity": limit}, "passed": False, "violations": [over]}
     assert verdict(lab())[0] == "Budget exceeded by nvfp4 (velocity 0.2346, at most 0.1)."
     assert '<div class="verdict bad"' in lab_html(lab())
+    section = data["drift"]["policies"][0]
+    for i in range(4):
+        data["drift"]["policies"].append({**section, "name": f"p{i}", "policy": {**section["policy"], "name": f"p{i}"}})
+    data["drift"]["budget"]["violations"] = [{**over, "policy": f"p{i}"} for i in range(4)]
+    assert verdict(lab())[0] == "Budget exceeded by 4 of 7 policies: velocity at most 0.1."
 
 
 def drifts(data, **factors):
@@ -376,7 +382,7 @@ def test_what_differs_without_forbidding_it_is_told(lab, data):
     data["task"]["rows"][2]["backend"]["calls"] = {"triton": 4}
     notes = " ".join(lab(*ALL).notes)
     assert "map': steps 50, the report's 2." in notes
-    assert "task': name another, the report's" in notes
+    assert "task': on cpu, another, the report's on cpu, " in notes
     assert "torch 9.9, the report's" in notes
     assert "task' also has sage3, not in the drift report and so not in the table." in notes
     assert "wan-fast ran on triton in the task and on reference in the drift report." in notes
