@@ -128,10 +128,9 @@ def readings(data: Json) -> list[str]:
             f"By layer it goes from {value('rel_l2', best['rel_l2']['median'])} ({_layer(best, data)}) to "
             f"{value('rel_l2', worst['rel_l2']['median'])} ({_layer(worst, data)})."
         )
-    out = [one for one in s["suspects"] if one["stands_out"]]
-    if out:
-        more = {1: "", 2: " One more place stands out."}.get(len(out), f" {len(out) - 1} more places stand out.")
-        said.append(f"Most suspicious: {out[0]['text']}.{more}")
+    if count := s["standing_out"]:
+        more = {1: "", 2: " One more place stands out."}.get(count, f" {count - 1} more places stand out.")
+        said.append(f"Most suspicious: {s['suspects'][0]['text']}.{more}")
     else:
         said.append("No layer, step or cell stands out from what its row and column let expect.")
     if data["attribution"]:

@@ -45,6 +45,8 @@ KIND, SCHEMA = MAP.kind, MAP.schema
 PAGES = ("map.html", "map.md", "map.json")
 # Steps of a run whose calls are attributed: the first, the last and those between, evenly spaced.
 ATTRIBUTED_STEPS = 3
+# Suspicious places that are listed.
+SUSPECTS = 10
 
 Floats = npt.NDArray[np.float64]
 
@@ -100,8 +102,8 @@ class AttentionMap:
         """[cells]: where the policy ran something else than the pipeline's own attention."""
         return np.array([ran != "exact" for ran in self.data["ran"]])
 
-    def suspects(self, keep: int = 10) -> list[Suspect]:
-        """Where something is wrong, most suspicious first; `Suspect.stands_out` says whether anything is.
+    def suspects(self, keep: int | None = SUSPECTS) -> list[Suspect]:
+        """Where something is wrong, most suspicious first; `Suspect.stands_out` says whether anything is. None: all.
 
         First where a result is not what the numerics make of its q, k, v ("unexplained"): damage. Then where the error
         itself is larger than the rest of the map lets expect ("rel_l2"): places that are hard for the policy. Cells
@@ -120,7 +122,7 @@ class AttentionMap:
         if self.data["per_head"]:
             middle = _medians(self.heads(figure), self._reached())
             heads = {p: list(v) for p, v, on in zip(self.places, middle, chosen, strict=True) if on}
-        return suspects(cells, heads, figure=figure, least=least, keep=len(cells) * 100)
+        return suspects(cells, heads, figure=figure, least=least, keep=None)
 
     def to_dict(self) -> Json:
         """What map.json holds: a copy, plain JSON values."""
@@ -192,7 +194,7 @@ class AttentionMap:
     def _summary(self) -> Json:
         """Medians and intervals over runs, of the whole map, of each layer and of each step; and what stands out."""
         if not self.data["runs"]:
-            return {"overall": {}, "layers": [], "steps": [], "over_floor": None, "suspects": []}
+            return {"overall": {}, "layers": [], "steps": [], "over_floor": None, "suspects": [], "standing_out": 0}
         places, chosen = self.places, self.rounded()
         tables, reached = {name: self.values(name) for name in FIGURES}, self._reached()
 
@@ -204,14 +206,15 @@ class AttentionMap:
                 return {}
             # A NaN among a run's cells makes its median NaN: a broken call must be seen.
             typical = [[float(np.median(t[i, reached[i] & cells])) for t in tables.values()] for i in runs]
-            found = intervals(typical, [self.prompts[i] for i in runs])
-            return {name: one.to_dict() for name, one in zip(tables, found, strict=True)}
+            spread = intervals(typical, [self.prompts[i] for i in runs])
+            return {name: one.to_dict() for name, one in zip(tables, spread, strict=True)}
 
         rows = dict.fromkeys(place[:3] for place in places)
         columns = dict.fromkeys((place.expert, place.step) for place in places)
         overall = over(np.ones_like(chosen))
         floor = float(overall["floor"]["median"]) if "floor" in overall else math.nan
         error = float(overall["rel_l2"]["median"]) if "rel_l2" in overall else math.nan
+        found = self.suspects(None)
         return {
             "overall": overall,
             "over_floor": number(error / floor) if floor > 0 else None,
@@ -223,7 +226,8 @@ class AttentionMap:
                 {"expert": e, "step": s, **over(np.array([(p.expert, p.step) == (e, s) for p in places]))}
                 for e, s in columns
             ],
-            "suspects": [{**one.to_dict(), "where": one.where, "text": str(one)} for one in self.suspects()],
+            "suspects": [{**one.to_dict(), "where": one.where, "text": str(one)} for one in found[:SUSPECTS]],
+            "standing_out": sum(one.stands_out for one in found),
         }
 
 

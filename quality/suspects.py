@@ -20,7 +20,8 @@ import numpy.typing as npt
 from wanfp4.quality.aggregate import Json, number
 from wanfp4.quality.shadow import Place
 
-# Errors outside are as bad, or as good, as these: 0 of a call that nothing was rounded in, NaN of a broken one.
+# Scores take errors outside for as good, or as bad, as these: 0 of a call that nothing was rounded in, NaN of a broken
+# one.
 SMALLEST, LARGEST = 1e-8, 1e3
 # What a backend may differ from the reference: output rounded to 16 bits, another order of sums, codes on a boundary.
 TOLERATED = 0.02
@@ -32,6 +33,7 @@ SCORE, FACTOR = 5.0, 1.5
 Floats = npt.NDArray[np.float64]
 _T = TypeVar("_T")
 Cells = Mapping[Place, _T]
+_Errors = list[list[float | None]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Suspect:
 
     kind   "layer" (all its steps), "step" (all its layers) or "cell" (one layer and step); with `head` that head alone.
     figure the figure that stands out: "unexplained", or "rel_l2".
-    error  its median there, and `usual` what the rest of the map lets expect.
+    error  its median there, NaN where half of the results or more are broken; `usual` is what the rest of the map lets
+           expect.
     score  the deviation in units of the usual spread; larger is more suspicious.
     branches  in which it stands out.
     """
@@ -59,7 +62,7 @@ class Suspect:
 
     @property
     def factor(self) -> float:
-        return self.error / self.usual
+        return (LARGEST if math.isnan(self.error) else self.error) / self.usual
 
     @property
     def stands_out(self) -> bool:
@@ -85,6 +88,9 @@ class Suspect:
         return f"{self.expert}, {', '.join(parts)}"
 
     def __str__(self) -> str:
+        if math.isnan(self.error):
+            what = "the result holds" if self.kind == "cell" else "half of the results or more hold"
+            return f"{self.where}: {what} NaN or infinity"
         if self.figure == "unexplained":  # as good as 0 elsewhere
             return f"{self.where}: the result is {self.error:.3g} off what the numerics make of the same q, k, v"
         times = "" if self.factor > 1e4 else f", {self.factor:.3g} times the usual {self.usual:.3g}"
@@ -101,11 +107,11 @@ def suspects(
     cells: Cells[float],
     heads: Cells[Sequence[float]] | None = None,
     *,
-    keep: int = 10,
+    keep: int | None = 10,
     figure: str = "rel_l2",
     least: float = SMALLEST,
 ) -> list[Suspect]:
-    """The most suspicious places of a map, most suspicious first.
+    """The most suspicious places of a map, most suspicious first: `keep` of them, or all.
 
     cells  an error, `figure`, by (expert, blocks, layer, step, branch).
     heads  the same for each head; then layers and cells are named with the head that is to blame.
@@ -152,52 +158,62 @@ def _of_branch(
     layers = list(dict.fromkeys((place[1], place[2]) for place in cells))
     steps = sorted({place[3] for place in cells})
 
-    def table(value: Callable[[Place], float]) -> Floats:
-        """[layers, steps] of log errors; NaN where the map has no cell."""
+    def table(value: Callable[[Place], float]) -> _Errors:
+        """[layers][steps] of errors; None where the map has no cell."""
         places = [[Place(expert, *layer, step, branch) for step in steps] for layer in layers]
-        return np.array([[_log(value(p), least) if p in cells else math.nan for p in row] for row in places])
+        return [[value(p) if p in cells else None for p in row] for row in places]
 
-    logs = table(lambda place: cells[place])
-    _, by_layer, by_step, rest = polish(logs)
+    def suspect(
+        kind: str,
+        row: tuple[str | None, int | None, int | None],
+        step: int | None,
+        there: Sequence[float | None],
+        excess: float,
+        score: float,
+    ) -> Suspect:
+        known = [error for error in there if error is not None]
+        usual = math.exp(float(np.median([_log(error, least) for error in known])) - excess)
+        return Suspect(kind, expert, *row, step, (branch,), _middle(known, least), usual, float(score))
+
+    errors = table(lambda place: cells[place])
+    _, by_layer, by_step, rest = polish(_logs(errors, least))
     sudden = _against_neighbours(by_step)
     found = [
-        _suspect("step", expert, None, None, steps[i], branch, logs[:, i], sudden[i], score)
+        suspect("step", (None, None, None), steps[i], [row[i] for row in errors], sudden[i], score)
         for i, score in enumerate(_scores(sudden))
     ]
     rows: list[tuple[str, int, int | None]] = [(*layer, None) for layer in layers]
     if heads is not None:
         count = len(next(iter(heads.values())))
         of_heads = [table(lambda place, h=h: heads[place][h]) for h in range(count)]  # type: ignore[misc]
-        logs = np.stack(of_heads, axis=1).reshape(-1, len(steps))
+        errors = [of_heads[h][i] for i in range(len(layers)) for h in range(count)]
         rows = [(*layer, h) for layer in layers for h in range(count)]
-        _, by_layer, _, rest = polish(logs)
+        _, by_layer, _, rest = polish(_logs(errors, least))
     for i, score in enumerate(_scores(by_layer)):
-        found.append(_suspect("layer", expert, rows[i], rows[i][2], None, branch, logs[i], by_layer[i], score))
+        found.append(suspect("layer", rows[i], None, errors[i], by_layer[i], score))
     for (i, j), score in np.ndenumerate(_scores(rest)):
         if not math.isnan(score):
-            there, excess = logs[i, j : j + 1], float(rest[i, j])
-            found.append(_suspect("cell", expert, rows[i], rows[i][2], steps[j], branch, there, excess, score))
+            found.append(suspect("cell", rows[i], steps[j], errors[i][j : j + 1], float(rest[i, j]), score))
     return found
 
 
-def _suspect(
-    kind: str,
-    expert: str,
-    row: tuple[str, int, int | None] | None,
-    head: int | None,
-    step: int | None,
-    branch: str,
-    logs: Floats,
-    excess: float,
-    score: float,
-) -> Suspect:
-    error = math.exp(float(np.nanmedian(logs)))
-    blocks, layer = (None, None) if row is None else row[:2]
-    return Suspect(kind, expert, blocks, layer, head, step, (branch,), error, error / math.exp(excess), float(score))
+def _logs(errors: _Errors, least: float) -> Floats:
+    """NaN where there is no cell."""
+    return np.array([[math.nan if error is None else _log(error, least) for error in row] for row in errors])
 
 
 def _log(error: float, least: float) -> float:
     return math.log(LARGEST if math.isnan(error) else min(max(error, least), LARGEST))
+
+
+def _middle(errors: Sequence[float], least: float) -> float:
+    """The median, NaN being larger than everything; of two in the middle their geometric mean."""
+    ordered = sorted(errors, key=lambda error: (math.isnan(error), error))
+    if math.isnan(high := ordered[len(ordered) // 2]):
+        return math.nan
+    low = max(ordered[(len(ordered) - 1) // 2], least)
+    high = max(high, least)
+    return low if low == high else math.sqrt(low * high)
 
 
 def polish(table: Floats, rounds: int = 10) -> tuple[float, Floats, Floats, Floats]:

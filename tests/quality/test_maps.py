@@ -369,6 +369,55 @@ def test_nan_is_the_worst_there_is_and_never_averaged_away(monkeypatch, pipe):
     data = found.to_dict()
     assert data["summary"]["layers"][2]["rel_l2"]["median"] == "NaN"
     assert ">NaN<" in module.map_html(data)
+    # No figure is made up for it.
+    assert str(worst) == "transformer, layer 2, step 2: the result holds NaN or infinity"
+    assert data["summary"]["suspects"][0]["error"] == "NaN"
+    assert "<td>NaN or infinity</td>" in module.map_html(data)
+    assert "e+03" not in " ".join(map_pages.readings(data))
+
+
+@pytest.mark.parametrize("damage", [math.nan, math.inf, 5e6])
+def test_a_suspects_error_is_the_error_that_it_has(damage):
+    """Scores take NaN for a large error; what is said is what was found."""
+    layers, steps = range(6), range(6)
+    cells = {Place("transformer", "blocks", n, s, ""): 0.1 + 0.001 * (7 * n + 5 * s) % 0.02
+             for n in layers for s in steps}  # fmt: skip
+
+    def found(where):
+        first = suspects({place: damage if where(place) else value for place, value in cells.items()})[0]
+        assert first.stands_out
+        assert first.error == damage or (math.isnan(first.error) and math.isnan(damage))
+        assert first.usual == pytest.approx(0.11, abs=0.02)
+        return first
+
+    cell, layer, step = (
+        found(where) for where in (lambda p: p[2:4] == (2, 3), lambda p: p.layer == 1, lambda p: p.step == 4)
+    )
+    assert (cell.kind, layer.kind, step.kind) == ("cell", "layer", "step")
+    if math.isnan(damage):
+        assert str(cell).endswith("layer 2, step 4: the result holds NaN or infinity")
+        assert str(layer).endswith("layer 1, all steps: half of the results or more hold NaN or infinity")
+    else:
+        assert f"relative L2 {damage:.3g}" in str(cell)
+    # A layer that is broken now and then is not said to be broken throughout.
+    part = suspects({p: damage if p.layer == 1 and p.step in (0, 3) else v for p, v in cells.items()}, keep=None)
+    assert all(one.kind == "cell" for one in part if one.error == damage or math.isnan(one.error))
+
+
+def test_all_places_that_stand_out_are_counted():
+    """Ten are listed; twenty-five damaged cells are twenty-five."""
+    layers, steps = 12, 25
+    cells = [["transformer", "blocks", n, s, "cond"] for s in range(steps) for n in range(layers)]
+    errors = [0.3 if (s % layers, s) == (n, s) else 0.1 for _, _, n, s, _ in cells]
+    figures = {name: [0.01] * len(cells) for name in FIGURES} | {"rel_l2": errors}
+    run = {"prompt": 0, "seed": 0, "complete": True, "figures": figures, "heads": None}
+    found = AttentionMap({"cells": cells, "ran": ["wan-fast"] * len(cells), "heads": 2, "per_head": False,
+                          "runs": [run], "attribution": None, "complete": True})  # fmt: skip
+    summary = found.to_dict()["summary"]
+    assert len(summary["suspects"]) == 10
+    assert summary["standing_out"] == steps
+    assert sum(one.stands_out for one in found.suspects(None)) == steps
+    assert map_pages.readings(found.to_dict())[-1].endswith(f"{steps - 1} more places stand out.")
 
 
 def test_nothing_is_unexplained_where_nothing_is_damaged(whole):
