@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,18 @@ from wanfp4.quality.drift import FLOOR_BACKEND
 from wanfp4.quality.intervals import compare, interval
 from wanfp4.quality.runs import Pair, Runs
 from wanfp4.quality.targets import SHARE, Target
+
+Wanted = tuple[Policy, str | None]  # a policy to measure, and the backend
+
+
+class Rival(NamedTuple):
+    """A policy to measure beside others: its time over BF16's, its share in 4 bits, and its kind for the page."""
+
+    policy: Policy
+    backend: str | None
+    time: float
+    share: float
+    kind: str
 
 
 class Rivals:
@@ -29,10 +42,9 @@ class Rivals:
         steps = runs.steps(held_out[0])
         self.by_step = dataclasses.replace(self.grid, bins=bins_of(steps, len(steps)))
 
-    def row(self, policy: Policy, backend: str | None, time: float, share: float, kind: str = "searched") -> Json:
-        """What the held-out runs say of a policy."""
-        self.runs.expect(2 * sum(not self.runs.met(policy, backend, pair) for pair in self.held_out))
-        entries = [self.runs.measure(policy, backend, pair, free=True) for pair in self.held_out]
+    def measured(self, rival: Rival) -> Json:
+        """The row of a policy: what the held-out runs say of it."""
+        entries = [self.runs.measure(rival.policy, rival.backend, pair, free=True) for pair in self.held_out]
         forced = np.array([[float(v) for v in e["velocity"]] for e in entries])
         figures = {
             "velocity_mean": list(forced.mean(axis=1)),
@@ -40,10 +52,10 @@ class Rivals:
             "latent": [float(e["free"]["latent"]) for e in entries],
         }
         return {
-            "name": policy.name,
-            "kind": kind,
-            "time": number(time),
-            "share": number(share),
+            "name": rival.policy.name,
+            "kind": rival.kind,
+            "time": number(rival.time),
+            "share": number(rival.share),
             "velocity": number(metric(forced, "velocity")),
             "runs": {name: numbers(values) for name, values in figures.items()},
             **{name: interval(values, self.prompts).to_dict() for name, values in figures.items()},
@@ -53,23 +65,26 @@ class Rivals:
             "receipt": entries[0]["receipt"],
         }
 
-    def rows(self, target: Target, result: Json) -> list[Json]:
-        """All BF16 (the noise floor), every candidate everywhere, and first and last steps in BF16."""
+    def everywhere(self) -> list[Rival]:
+        """All BF16 (the noise floor), and every candidate everywhere."""
         grid = self.grid
         floor = get_policy("bf16").with_(name="all BF16, exact float32 attention")
-        rows = [self.row(floor, FLOOR_BACKEND, 1.0, 0.0, "floor")]
+        rows = [Rival(floor, FLOOR_BACKEND, 1.0, 0.0, "floor")]
         for c, policy in enumerate(grid.candidates, 1):
             everywhere = grid.policy(grid.uniform(c), f"all {policy.name}")
-            rows.append(self.row(everywhere, self.backend, grid.costs[c - 1], grid.shares[c - 1], "all"))
-        if result["searched"] is None:
-            return rows
+            rows.append(Rival(everywhere, self.backend, grid.costs[c - 1], grid.shares[c - 1], "all"))
+        return rows
+
+    def first_last(self, target: Target, searched: Assignment) -> list[Rival]:
+        """First and last steps in BF16, of the candidate with most in 4 bits and of others in 4 bits that `searched`
+        uses: as many steps as make it comparable with `searched`, split evenly and as predicted best."""
+        grid, rows = self.grid, []
         steps = len(self.by_step.bins)
-        used = {name for row in result["chosen"] for name in row}
         fast = min(range(len(grid.candidates)), key=lambda c: (-grid.shares[c], grid.costs[c]))
         for c, policy in enumerate(grid.candidates):
-            if c != fast and not (policy.name in used and grid.shares[c] > 0):
+            if c != fast and not ((searched == c + 1).any() and grid.shares[c] > 0):
                 continue
-            kept = self._kept_steps(target, result, c, steps)
+            kept = self._kept_steps(target, searched, c, steps)
             if kept is None:
                 continue
             whole = Sensitivities(self.by_step, self.known.squares)
@@ -83,7 +98,7 @@ class Rivals:
                 name = f"{policy.name}, BF16 in {_kept_in_bf16(first, last)}"
                 made = self.by_step.policy(chosen[split], name)
                 time, share = self.by_step.time(chosen[split]), self.by_step.share(chosen[split])
-                rows.append(self.row(made, self.backend, time, share, kind))
+                rows.append(Rival(made, self.backend, time, share, kind))
         return rows
 
     def _first_last(self, choice: int, first: int, last: int, steps: int) -> Assignment:
@@ -92,15 +107,15 @@ class Rivals:
         chosen[steps - last :] = 0
         return chosen
 
-    def _kept_steps(self, target: Target, result: Json, c: int, steps: int) -> int | None:
+    def _kept_steps(self, target: Target, searched: Assignment, c: int, steps: int) -> int | None:
         """Fewest BF16 steps with which a candidate is no faster than the searched policy (for a share: has no larger
         one); None when that is none of its steps, or all."""
         for kept in range(steps):
             chosen = self._first_last(c + 1, kept, 0, steps)
             if target.kind == SHARE:
-                enough = self.by_step.share(chosen) <= float(result["searched"]["share"]) + 1e-9
+                enough = self.by_step.share(chosen) <= self.grid.share(searched) + 1e-9
             else:
-                enough = self.by_step.time(chosen) >= float(result["searched"]["time"]) - 1e-9
+                enough = self.by_step.time(chosen) >= self.grid.time(searched) - 1e-9
             if enough:
                 return kept or None
         return None

@@ -71,6 +71,7 @@ class Runs:
         }
         self._met: set[tuple[str, str, int]] = set()
         self._references: dict[Pair, Trajectory] = {}
+        self._made: set[Pair] = set()
 
     def steps(self, pair: Pair) -> list[Step]:
         """The steps of a run, without the model if an earlier session knew them."""
@@ -152,6 +153,9 @@ class Runs:
         if pair in self._references:
             self._references[pair] = self._references.pop(pair)  # now the one last used
             return self._references[pair]
+        if pair in self._made:
+            self.expect(1)
+        self._made.add(pair)
         trajectory = Trajectory()
         self.bar.set_description(f"{_short(pair)}: reference")
 

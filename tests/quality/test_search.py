@@ -1,10 +1,12 @@
 """A search finds the best policy there is, corrects itself where it predicted wrongly, and goes on where it stopped."""
 
 import dataclasses
+import io
 import itertools
 import json
 import math
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -337,7 +339,7 @@ def solved(known, targets, *, bins=3, checks=4, rounds=4, held_out=3):
     report = SearchReport(data)
     grid = dataclasses.replace(grid_of(known.count, known.layers), bins=())
     pairs, others = [("a", 0), ("b", 0)], [("a", s) for s in range(1, held_out + 1)]
-    job = module._Job(known, grid, None, pairs, others, bins, checks, rounds, report)
+    job = module.Job(known, grid, None, pairs, others, bins, checks, rounds, report)
     job.run(targets)
     return job, data
 
@@ -684,7 +686,7 @@ def test_a_candidate_that_keeps_bf16_at_this_length_is_refused(pipe, tmp_path, c
 
 def test_trajectories_are_held_within_bounds(pipe, monkeypatch):
     state = {"steps": [], "references": [], "measured": []}
-    bar = type("Bar", (), {"set_description": lambda *a: None, "update": lambda *a: None})()
+    bar = module.tqdm(disable=True)
     runs = Runs(pipe, Settings(HEIGHT, WIDTH, FRAMES, 2, 1.0), {"max_sequence_length": 32}, False, state, bar, None)
     first = runs.reference(("a red circle", 0))
     assert runs.reference(("a red circle", 0)) is first
@@ -694,6 +696,36 @@ def test_trajectories_are_held_within_bounds(pipe, monkeypatch):
     again = runs.reference(("a red circle", 0))
     assert again is not first
     assert torch.equal(again.seen[-1].velocity, first.seen[-1].velocity)
+
+
+@pytest.mark.parametrize(
+    ("targets", "most"),
+    # What a share's policy is held against is known with it; a budget's only when the last round is over.
+    [({"shares": [0.5, 0.8]}, 1), ({"shares": [0.8], "budget": {"velocity-mean": 1.0}}, 2)],
+)
+def test_a_reference_is_made_once_for_all_policies_where_one_alone_fits(pipe, monkeypatch, targets, most):
+    made, original = Counter(), Runs._check
+    monkeypatch.setattr(Runs, "_check", lambda self, pair, *a: made.update([pair]) or original(self, pair, *a))
+    monkeypatch.setattr(runs_module, "HELD_BYTES", 1)
+    report = searched(pipe, seeds=[0, 1], verify_seeds=[2, 3, 4], rounds=1, **targets)
+    assert len(report.data["measured"]) > 15
+    assert {pair: made[pair] for pair in made if pair[1] < 2} == {("a red circle", seed): 1 for seed in (0, 1)}
+    assert set(made) == {("a red circle", seed) for seed in range(5)}
+    assert max(made.values()) <= most
+
+
+def test_the_bar_ends_at_its_total(pipe, monkeypatch):
+    bars = []
+    bar_class = module.tqdm
+
+    def make(**options):
+        bars.append(bar_class(**options | {"disable": False, "file": io.StringIO()}))
+        return bars[-1]
+
+    monkeypatch.setattr(module, "tqdm", make)
+    monkeypatch.setattr(runs_module, "HELD_BYTES", 1)
+    searched(pipe, seeds=[0, 1], shares=[0.5], budget={"velocity": 0.1, "velocity-mean": 1e-9}, checks=1)
+    assert bars[0].n == bars[0].total
 
 
 def test_the_guard_goes_with_the_candidates():
