@@ -20,6 +20,7 @@ COMPARISON_KIND = "wanfp4 drift comparison"
 COMPARISON_SCHEMA = 1
 
 NAN = "no verdict: NaN"
+FLOOR_NAN = "no verdict: the noise floor is NaN"
 
 # What a report says of its circumstances. When one of the first differs, two reports answer different questions.
 DECISIVE = ("model", "scheduler", "settings", "call")
@@ -177,21 +178,23 @@ def _compared(
 ) -> Json:
     of_a, of_b = ([figure.of(run) for run in runs] for runs in (a, b))
     medians = [typical(of_a), typical(of_b)]
-    # Of both reports' floors the larger: either may be where a figure moved.
-    floor = max(
+    # Of both reports' floors the larger: either may be where a figure moved. Not max(), which may pass over a NaN.
+    both = [
         figure.floor(median, typical([figure.of(run) for run in runs]))
         for median, runs in zip(medians, floors, strict=True)
-    )
+    ]
+    floor = math.nan if any(map(math.isnan, both)) else max(both)
     # Equal figures differ by 0, two infinite ones (PSNR of equal clips) too.
     paired = [(0.0, 0.0) if x == y else (x, y) for x, y in zip(of_a, of_b, strict=True)]
     judged = compare([y for _, y in paired], [x for x, _ in paired], prompts, floor=floor)
+    verdict = FLOOR_NAN if math.isnan(floor) else judged.verdict
     return {
         "key": figure.key,
         "label": figure.label,
         "A": interval(of_a, prompts).to_dict(),
         "B": interval(of_b, prompts).to_dict(),
         **judged.to_dict(),
-        "verdict": NAN if math.isnan(judged.difference.median) else judged.verdict,
+        "verdict": NAN if math.isnan(judged.difference.median) else verdict,
     }
 
 

@@ -79,12 +79,15 @@ def _of_clip(name: str) -> Callable[[Run], float]:
 
 
 def _distance(policy: float, floor: float) -> float:
-    # Errors that have nothing to do with each other add in squares, as in a search.
+    # Errors that have nothing to do with each other add in squares, as in a search. The hypotenuse of infinity and NaN
+    # is infinity: their difference is NaN all the same.
     return math.hypot(policy, floor) - policy
 
 
 def _psnr_floor(policy: float, floor: float) -> float:
     # In dB; mean square errors add.
+    if math.isnan(policy) or math.isnan(floor):
+        return math.nan
     if math.isinf(floor):
         return 0.0
     return math.inf if math.isinf(policy) else 10 * math.log10(1 + 10 ** ((policy - floor) / 10))

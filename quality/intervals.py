@@ -116,12 +116,17 @@ def compare(
     level: float = LEVEL,
     seed: int = 0,
 ) -> Comparison:
-    """Judge the median of a − b, figures of the same runs in the same order. Raises ValueError when they are not."""
+    """Judge the median of a − b, figures of the same runs in the same order. Above a NaN floor nothing is told apart.
+
+    Raises ValueError when they are not as many.
+    """
     if len(a) != len(b):
         raise ValueError(f"paired figures are needed; found {len(a)} and {len(b)}")
     difference = interval([x - y for x, y in zip(a, b, strict=True)], prompts, level=level, seed=seed)
     if abs(difference.median) <= floor:
         verdict = INSIDE_FLOOR
+    elif math.isnan(floor):
+        verdict = NOT_TOLD_APART
     elif difference.low > 0:
         verdict = HIGHER
     elif difference.high < 0:

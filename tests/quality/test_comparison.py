@@ -218,6 +218,42 @@ def test_nan_and_infinity_get_no_wrong_verdict(saved):
     assert (one["A"]["median"], one["difference"]["median"]) == ("Infinity", "-Infinity")
 
 
+@pytest.mark.parametrize("key", [figure.key for figure in figures(2)])
+@pytest.mark.parametrize("in_both", [False, True])
+def test_without_a_noise_floor_there_is_no_verdict_whichever_report_lacks_it(saved, key, in_both):
+    def no_floor(data):
+        run = data["noise_floor"]["runs"][1]
+        run["frames"] = None
+        run["teacher_forced"]["velocity"]["rel_l2"][0] = "NaN"
+        latent = run["free_running"]["latent"]
+        latent["rel_l2"] = ["NaN", "NaN"]
+        latent["rel_l2_frames"][-1][0] = "NaN"
+
+    def worse(data):
+        """Every figure of a policy: larger by a tenth, or infinite."""
+        for run in data["policies"][0]["runs"]:
+            for series in (run["teacher_forced"]["velocity"], run["free_running"]["latent"]):
+                series["rel_l2"] = [1.1 * v for v in series["rel_l2"]]
+            run["free_running"]["latent"]["rel_l2_frames"][-1] = [
+                1.1 * v for v in run["free_running"]["latent"]["rel_l2_frames"][-1]
+            ]
+            for name in ("psnr", "ssim", "flicker_ratio"):
+                run["frames"][name] *= 1.1
+        for run in data["policies"][1]["runs"]:
+            run["frames"]["psnr"] = "Infinity"
+
+    def both(data):
+        worse(data)
+        no_floor(data)
+
+    a, b = saved("a", no_floor), saved("b", both if in_both else worse)
+    for one, other in ((a, b), (b, a)):
+        found = compare_reports(one, other)
+        assert row(found, key)["floor"] == "NaN"
+        assert row(found, key)["verdict"] == comparison.FLOOR_NAN
+        assert row(found, "psnr", policy=1)["verdict"] == comparison.FLOOR_NAN
+
+
 def test_a_single_run_is_not_judged(saved):
     def one_run(data):
         data["prompts"], data["seeds"] = PROMPTS[:1], [0]

@@ -135,6 +135,7 @@ def test_differences():
     assert compare(mixed, base).verdict == NOT_TOLD_APART
     assert compare([1.0], [2.0]).verdict == NOT_TOLD_APART
     assert compare([math.nan, 1.0], [2.0, 2.0]).verdict == NOT_TOLD_APART
+    assert compare(better, base, floor=math.nan).verdict == NOT_TOLD_APART
     with pytest.raises(ValueError, match="paired figures"):
         compare([1.0], [1.0, 2.0])
     said = compare(better, base, floor=0.01).to_dict()
