@@ -7,13 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wanfp4.quality.aggregate import Json
-from wanfp4.quality.intervals import HIGHER, LOWER
+from wanfp4.quality.intervals import HIGHER, LOWER, few
 from wanfp4.quality.pages import count, figure, fixed, markdown
 
 HEADINGS = ("figure", "A", "B", "B − A", "95 % interval", "floor", "verdict")
-
-# Where nothing differs, n paired runs all point one way with probability 2^(1−n): from here on below 5 %.
-ENOUGH_RUNS = 6
 
 NOTES = (
     "Medians over the runs that both reports have, paired by prompt and seed. The interval is the 95 % bootstrap "
@@ -80,12 +77,8 @@ def _warnings(found: Json) -> list[str]:
         said.append(f"These differ: {listed}. So the differences below are not the policies' alone.")
     if not found["weights_known"]:
         said.append("Whether the weights are the same is not known: the digest of weights is not in both reports.")
-    fewest = min(policy["runs"] for policy in found["policies"])
-    if 1 < fewest < ENOUGH_RUNS:
-        said.append(
-            f"With {fewest} runs the intervals are less than 95 % sure: where nothing differs, all point one "
-            f"way in {100 * 2 ** (1 - fewest):.0f} % of cases. Take the verdicts as hints."
-        )
+    if hint := few([pair["prompt"] for pair in found["pairs"]["both"]]):
+        said.append(hint)
     return said
 
 

@@ -14,6 +14,7 @@ from wanfp4.errors import SettingsError
 from wanfp4.processors.pipelines import Settings
 from wanfp4.quality import comparison
 from wanfp4.quality.comparison import compare_reports, differences
+from wanfp4.quality.comparison_pages import markdown_text, text_lines
 from wanfp4.quality.figures import figures
 from wanfp4.quality.intervals import HIGHER, INSIDE_FLOOR, LOWER, NOT_TOLD_APART
 
@@ -269,6 +270,35 @@ def test_a_single_run_is_not_judged(saved):
     assert row(found)["difference"]["low"] == "NaN"
 
 
+@pytest.mark.parametrize(
+    ("prompts", "seeds", "words"),
+    [
+        (2, 1, "With 2 prompts the intervals are less than 95 % sure"),
+        (2, 8, "With 2 prompts the intervals are less than 95 % sure"),
+        (5, 8, "With 5 prompts the intervals are less than 95 % sure"),
+        (1, 4, "With 4 runs the intervals are less than 95 % sure"),
+        (1, 8, "All runs have one prompt"),
+        (6, 1, None),
+        (1, 1, None),
+    ],
+)
+def test_few_prompts_are_told_however_many_seeds_there_are(saved, prompts, seeds, words):
+    def more(data):
+        data["prompts"], data["seeds"] = [f"prompt {p}" for p in range(prompts)], list(range(seeds))
+        for section in (data["reference"], data["noise_floor"], *data["policies"]):
+            section["runs"] = [{**section["runs"][0], "prompt": p, "seed": s} for p in range(prompts)
+                               for s in range(seeds)]  # fmt: skip
+
+    found = compare_reports(saved("a", more), saved("b", more))
+    texts = ["\n".join(text_lines(found)), markdown_text(found)]
+    for text in texts:
+        if words is None:
+            assert "less than 95 % sure" not in text
+            assert "one prompt" not in text
+        else:
+            assert words in text
+
+
 def run(*args):
     return CliRunner().invoke(app, ["report", "compare", *map(str, args)])
 
@@ -283,8 +313,8 @@ def test_the_command_prints_a_table_and_writes_both_files(saved, tmp_path):
     result = run(a, b, "-o", tmp_path / "c.md", "--json", tmp_path / "c.json")
     assert result.exit_code == 0, result.output
     assert "versions.torch" in result.stdout
-    assert "With 4 runs" in result.stdout
-    assert "in 12 % of cases" in result.stdout
+    assert "With 2 prompts the intervals are less than 95 % sure" in result.stdout
+    assert "in 50 % of cases, however many seeds there are" in result.stdout
     assert all(line.isprintable() for line in result.stdout.splitlines())
     [line] = [line for line in result.stdout.splitlines() if line.startswith("  velocity, median step")]
     assert line.endswith("higher in B")
