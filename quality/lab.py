@@ -7,6 +7,7 @@ of policies that are defined alike. Everything else that differs is told, not re
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from wanfp4.errors import SettingsError, Wanfp4Error
 from wanfp4.quality.aggregate import Json
 from wanfp4.quality.comparison import differences
+from wanfp4.quality.maps import AttentionMap
 from wanfp4.quality.plan import FLOOR, REFERENCE
 from wanfp4.quality.report import media_of
 from wanfp4.quality.results import (
@@ -82,7 +84,7 @@ def read_lab(
     policies that share a name and not their constants; OutputError for clips that cannot be read.
     """
     drift = _part(report, DRIFT)
-    beside = [_part(path, MAP) for path in maps]
+    beside = [_map(path) for path in maps]
     others = {r: _part(p, r) for p, r in ((task, TASK), (bench, BENCH), (search, SEARCH)) if p is not None}
     parts = [*beside, *others.values()]
     known: dict[str, tuple[Json, Part]] = {}
@@ -111,6 +113,13 @@ def read_lab(
 
 def _part(path: str | Path, result: Result) -> Part:
     return Part(result, Path(path), read_result(path, result))
+
+
+def _map(path: str | Path) -> Part:
+    """A map with its summary as this version makes it from the figures: an earlier one's may lack something."""
+    part = _part(path, MAP)
+    with _readable(part):
+        return dataclasses.replace(part, data=AttentionMap(part.data).to_dict())
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from wanfp4.processors.pipelines import Settings
 from wanfp4.quality import lab_page, map_pages, pages, results, task_pages
 from wanfp4.quality.lab import read_lab
 from wanfp4.quality.lab_page import lab_html, verdict
+from wanfp4.quality.maps import AttentionMap
 from wanfp4.samples.checker import Found, Verdict
 from wanfp4.samples.task import Answers, make_tasks
 
@@ -230,6 +231,7 @@ def test_the_map_is_that_of_the_worse_branch(lab, data):
         for i, (*_, branch) in enumerate(data["map"]["cells"]):
             if branch == "uncond":
                 run["figures"]["rel_l2"][i] *= 3
+    data["map"] = AttentionMap(data["map"]).to_dict()
     html = lab_html(lab("map"))
     shown = table(html, "Layer by step, wan-fast")
     grids = map_pages.grids_of(data["map"])
@@ -389,6 +391,14 @@ def test_what_differs_without_forbidding_it_is_told(lab, data):
     text = plain(lab_html(lab(*ALL)))
     for note in lab(*ALL).notes:
         assert one_line(note) in text
+
+
+def test_a_maps_summary_is_made_from_its_figures(lab, data):
+    """As an earlier version's may lack something; what this version writes is the same."""
+    assert lab("map").maps[0].data == data["map"]
+    expected = plain(lab_html(lab("map")))
+    data["map"]["summary"] = {}
+    assert plain(lab_html(lab("map"))) == expected
 
 
 def test_an_earlier_map_has_no_digest_and_is_told_by_name(lab, data):
