@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from wanfp4.cli.latents import refuse_inputs
 from wanfp4.errors import OutputError
 
 app = typer.Typer(
@@ -34,6 +33,7 @@ def compare(
             metavar="NAME_A=NAME_B", help="Compare these two policies, not those of one name; repeat it for several."
         ),
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILEs that are there.")] = False,
 ) -> None:
     """Compare two finished drift reports: how they were made, and whether their policies differ.
 
@@ -45,19 +45,20 @@ def compare(
     wanfp4 report compare before after -o comparison.md --json comparison.json
     wanfp4 report compare before after --pair wan-fast=mine    two policies of different names
     """
-    inputs = [path / "report.json" if path.is_dir() else path for path in (a, b)]
     outputs = [path for path in (output, json_file) if path is not None]
-    for path in outputs:
-        refuse_inputs(path, inputs)
     if len(outputs) == 2 and outputs[0].absolute() == outputs[1].absolute():
         raise OutputError(f"--output and --json name one file, {str(output)!r}; choose two")
 
-    from wanfp4.quality.comparison import compare_reports
+    from wanfp4.quality.comparison import check_output, compare_reports
     from wanfp4.quality.comparison_pages import markdown_text, text_lines
     from wanfp4.quality.files import write
     from wanfp4.quality.report import json_text
 
     found = compare_reports(a, b, pair or [])
+    for path in outputs:
+        check_output(path, a, b)
+        if path.exists() and not force:
+            raise OutputError(f"{str(path)!r} exists; choose another file, or add --force")
     if output is not None:
         write(output, markdown_text(found))
     if json_file is not None:

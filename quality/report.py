@@ -158,13 +158,13 @@ class DriftReport:
         return report
 
     def _named_files(self) -> list[str]:
-        return _named_files(self.data)
+        return named_files(self.data)
 
 
 def media_of(data: Json, folder: Path) -> dict[str, bytes]:
     """The clips and strips that a report's values name, those that are still in its folder. Raises OutputError."""
     files = {}
-    for name in _named_files(data):
+    for name in named_files(data):
         if not _MEDIA_NAME.fullmatch(name):
             continue  # whoever wrote that, it is no clip or strip of a report
         try:
@@ -191,7 +191,8 @@ def json_text(data: Json) -> str:
     return re.sub(r"\[\n[^\[\]{}]*?\]", lambda found: re.sub(r"\n\s*", " ", found[0]), text) + "\n"
 
 
-def _named_files(data: Json) -> list[str]:
+def named_files(data: Json) -> list[str]:
+    """The clips and strips of a report's values, relative to its folder."""
     sections = [data["reference"], data["noise_floor"], *data["policies"]]
     return [name for s in sections for run in s["runs"] for name in (run["files"] or {}).values()]
 
@@ -207,7 +208,7 @@ def _remove_earlier(folder: Path) -> None:
         data = json.loads(listing.read_text(encoding="utf-8"))
         if data["kind"] != REPORT_KIND:
             return
-        named = [name for name in _named_files(data) if isinstance(name, str) and _MEDIA_NAME.fullmatch(name)]
+        named = [name for name in named_files(data) if isinstance(name, str) and _MEDIA_NAME.fullmatch(name)]
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return
     # Through a link, videos/ may be a place that other things share.

@@ -408,13 +408,46 @@ def test_policies_of_different_names_are_paired_by_hand(saved):
         assert "has wan-fast, nvfp4, " in result.stderr
 
 
-def test_a_report_is_never_written_over(saved, tmp_path):
+@pytest.mark.parametrize("force", [(), ("--force",)])
+@pytest.mark.parametrize("option", ["-o", "--json"])
+def test_a_report_is_never_written_over(saved, tmp_path, measured, option, force):
+    """Neither its figures nor its pages, clips and strips, there or not, by whatever name."""
     a, b = saved("a"), saved("b")
-    before = (a / "report.json").read_bytes()
-    for option in ("-o", "--json"):
-        result = run(a, b, option, a / "report.json")
-        assert result.exit_code == 2
-        assert "which this command reads" in result.stderr
-    assert (a / "report.json").read_bytes() == before
+    clips = [name for run in measured["policies"][1]["runs"] for name in run["files"].values()]
+    assert len(clips) == 8
+    named = ["report.json", "report.html", "report.md", clips[0], clips[-1]]
+    for folder in (a, b):
+        for name in named:
+            (folder / name).parent.mkdir(exist_ok=True)
+            if name not in ("report.json", "report.html"):
+                (folder / name).write_text("own")
+    (tmp_path / "link.md").hardlink_to(b / "report.md")
+    (tmp_path / "folder").symlink_to(b)
+    targets = [folder / name for folder in (a, b) for name in named]
+    for target in (*targets, tmp_path / "link.md", tmp_path / "folder" / clips[0], a / "videos" / ".." / "report.html"):
+        before = {path: path.read_bytes() for path in targets if path.exists()}
+        result = run(a, b / "report.json", option, target, *force)
+        assert result.exit_code == 2, target
+        assert "which belongs to the report" in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+        assert {path: path.read_bytes() for path in targets if path.exists()} == before
     assert run(a, b, "-o", tmp_path / "c", "--json", tmp_path / "c").exit_code == 2
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("option", ["-o", "--json"])
+def test_a_file_that_is_there_is_replaced_when_asked_only(saved, tmp_path, option):
+    a, b = saved("a"), saved("b")
+    notes = tmp_path / "notes.md"
+    notes.write_text("mine")
+    other = ("--json" if option == "-o" else "-o", tmp_path / "new")
+    result = run(a, b, option, notes, *other)
+    assert result.exit_code == 2
+    assert "notes.md' exists; choose another file, or add --force" in result.stderr
+    assert result.stdout == ""
+    assert notes.read_text() == "mine"
+    assert not (tmp_path / "new").exists()
+    assert run(a, b, option, notes, *other, "--force").exit_code == 0
+    assert notes.read_text() != "mine"
+    assert (tmp_path / "new").exists()
+    assert run(a, b, "-o", tmp_path / "fresh.md").exit_code == 0
