@@ -171,15 +171,16 @@ class Sensitivities:
     def __init__(self, grid: Grid, squares: Floats) -> None:
         self.grid = grid
         self.squares = squares
+        self._bin = np.zeros(squares.shape[3], np.int64)  # of each step
+        for i, one in enumerate(grid.bins):
+            self._bin[list(one.steps)] = i
 
     def predict(self, chosen: Assignment) -> Floats:
         """[runs, steps] relative L2 of the velocity: the root of the cells' summed squares."""
-        total = np.zeros(self.squares.shape[2:])
-        for i, one in enumerate(self.grid.bins):
-            steps = list(one.steps)
-            for g in range(len(self.grid.groups)):
-                total[:, steps] += self.squares[chosen[i, g], g][:, steps]
-        root: Floats = np.sqrt(total)
+        _, groups, _, steps = self.squares.shape
+        # [groups, steps, runs]; one expression, as the knapsack asks for thousands of these.
+        cells = self.squares[chosen[self._bin].T, np.arange(groups)[:, None], :, np.arange(steps)]
+        root: Floats = np.sqrt(cells.sum(axis=0).T)
         return root
 
     def damage(self, weights: Floats | None = None, *, worst: bool = False) -> Floats:

@@ -136,6 +136,27 @@ def test_a_policy_runs_what_was_assigned(data):
     assert policy.guard == (FAST.guard if (chosen == 1).any() else None)
 
 
+@given(st.data())
+def test_a_prediction_adds_the_squares_of_the_cells(data):
+    steps, layers = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 4))
+    switch = data.draw(st.sampled_from([None, steps // 2]))
+    grid = grid_of(
+        steps, layers, data.draw(st.integers(1, steps)), data.draw(st.integers(1, layers)), switch or None,
+    )  # fmt: skip
+    runs = data.draw(st.integers(1, 3))
+    generator = np.random.default_rng(data.draw(st.integers(0, 99)))
+    squares = generator.lognormal(-3, 2, (3, len(grid.groups), runs, steps))
+    squares[0] = 0
+    squares[2, 0, 0, steps - 1] = math.inf
+    chosen = generator.integers(3, size=grid.shape)
+    found = Sensitivities(grid, squares).predict(chosen)
+    assert found.shape == (runs, steps)
+    for r, (b, one) in itertools.product(range(runs), enumerate(grid.bins)):
+        for step in one.steps:
+            total = sum(squares[chosen[b, g], g, r, step] for g in range(len(grid.groups)))
+            assert found[r, step] == pytest.approx(math.sqrt(total), rel=1e-12)
+
+
 def test_other_numbers_of_steps_fall_into_the_same_ranges():
     grid = grid_of(steps=9, bins=4, switch=4)
     chosen = np.array([[b % 3] * 4 for b in range(4)])
