@@ -83,7 +83,10 @@ def main() -> None:
     parser.add_argument("--no-map", action="store_true")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    frames, height, width = parse_size(arguments.size)
+    try:
+        frames, height, width = parse_size(arguments.size)
+    except Wanfp4Error as error:
+        parser.error(str(error))
     settings = Settings(height=height, width=width, frames=frames, steps=arguments.steps, guidance=5.0, shift=3.0)
     policies: dict[str, Any] = {"own attention": None}
     for text in arguments.policy or ["wan-fast"]:

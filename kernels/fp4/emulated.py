@@ -58,11 +58,11 @@ class Config:
 # two runs give the same bytes. Where the running maximum counts, a tile is the 128 keys of the contract. Those of 64
 # queries are for two programs on a multiprocessor at a time, one computing products and the other codes: 113 KiB each.
 _DIRECT = (
+    Config(64, 64, 4, 3),
     Config(128, 128, 8, 3),
     Config(128, 128, 8, 2),
     Config(128, 64, 8, 2),
     Config(64, 128, 4, 1),
-    Config(64, 64, 4, 3),
     Config(64, 64, 4, 2),
     Config(128, 128, 8, 3, tma=False),
 )

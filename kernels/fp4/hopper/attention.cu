@@ -2,7 +2,8 @@
 //
 // A block computes 64 queries of one head for each of its consumer warpgroups; one producer thread brings the tiles of
 // 128 keys. Tiles' images in memory are those of shared memory (128-byte swizzle), so a tile is one bulk copy.
-// Per tile and row, with t = score in octaves above the row's reference, where the anchors' largest score has PEAK:
+// Per tile and row, with t = score in octaves above the row's reference, where the anchors' largest score has PEAK less
+// the row's headroom:
 //
 //   P[j]  = E4M3 of 2^(t + d[j/32])      d: exponent of V's block of 32 keys relative to the tile's largest
 //   acc   = acc + w·(P·V)                w: the tile's V exponent; P·V starts at 0 for each tile
@@ -10,7 +11,7 @@
 //
 // The tensor core keeps about 13 bits of a sum, so sums over tiles are float32 additions in registers.
 // The first tile is the anchors. A row's reference is raised by whole octaves where a tile does not fit below 448, which
-// P itself shows: its bytes saturate.
+// P itself shows: its bytes saturate. That takes as long as a tile, so rows get room for what is to be expected.
 //
 // DIRECT: an E4M3 byte is 8 per octave, so round(8·t + 56) is the byte. 128 + byte lies in one binade of float32, where
 // the byte stands in bits 16 to 23: two multiply-adds, of which one saturates, and a byte permutation.
@@ -172,6 +173,27 @@ __device__ __forceinline__ void largest(float (&top)[2], const float (&s)[64], c
     }
 }
 
+// Whole octaves, 0 to 3, that the largest of many scores may lie above the anchors' largest: were a row normal, what
+// their mean and deviation let expect. A key far above the others, an attention sink, widens the deviation but little,
+// and such a row, which needs all of P's range below it, gets none.
+__device__ __forceinline__ float headroom(float top, const float (&s)[64], const float (&octaves)[4], int r) {
+    float sum = 0.f, squares = 0.f;
+#pragma unroll
+    for (int b = 0; b < 4; ++b)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                const float x = s[16 * b + 4 * i + 2 * r + c] * octaves[b];
+                sum += x, squares = fmaf(x, x, squares);
+            }
+    sum += __shfl_xor_sync(FULL_MASK, sum, 1), squares += __shfl_xor_sync(FULL_MASK, squares, 1);
+    sum += __shfl_xor_sync(FULL_MASK, sum, 2), squares += __shfl_xor_sync(FULL_MASK, squares, 2);
+    const float mean = sum / TILE, deviation = sqrtf(fmaxf(squares / TILE - mean * mean, 0.f));
+    // The largest of 75,600 normal numbers lies 4.2 deviations above the mean. NaN gives 0.
+    return ceilf(fminf(fmaxf(mean + 4.25f * deviation - top, 0.f), 3.f));
+}
+
 // P of a tile as operand of wgmma, and whether it saturates. Keys of a group of 16 stand in the order of the
 // accumulator: V's image has it, too.
 __device__ __forceinline__ bool weights(
@@ -213,7 +235,10 @@ __device__ __forceinline__ void fit(
         for (int r = 0; r < 2; ++r) {
             // 8.80735 is log2 448. NaN makes the row NaN; infinity, too.
             const float raise = top[r] - rows.reference[r] - 8.80735f;
-            const float by = raise <= 0.f ? 0.f : ceilf(raise);
+            // A little more than needed, as the next large score is likely a little larger. Of DIRECT's range, which
+            // ends three octaves before the exponential's, only where the row did not turn out to be another one.
+            const float more = DIRECT ? (raise < 4.f ? 1.f : 0.f) : 3.f;
+            const float by = raise <= 0.f ? 0.f : ceilf(raise + more);
             rows.reference[r] += by;
             factor[r] = exp2_fast(-by);
             rows.total[r] *= factor[r];
@@ -351,7 +376,9 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) forward(
     if (ragged && k_tiles == 1) mask(s, keys, lane);
     use();
     largest(rows.reference, s, octaves);
-    rows.reference[0] -= PEAK, rows.reference[1] -= PEAK;
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+        rows.reference[r] -= PEAK - (k_tiles > 1 ? headroom(rows.reference[r], s, octaves, r) : 0.f);
     weights(p, rows, s, octaves, shift);
 #if OVERLAP
     int next = 0;

@@ -99,6 +99,19 @@ def test_one_key_far_above_the_anchors(name):
 
 
 @pytest.mark.parametrize("name", ["fp8-direct", "mxfp8-token-block"])
+@pytest.mark.parametrize("key", [0, 777], ids=["an anchor", "no anchor"])
+@pytest.mark.parametrize("nats", [3, 6, 9, 10])
+def test_an_attention_sink_leaves_the_others_their_weight(name, key, nats):
+    """One key that all queries score so far above the others, which hold some or most of the weight together."""
+    q, k, v = draw(300, 4096, heads=2)
+    direction = torch.nn.functional.normalize(torch.randn(128, generator=torch.Generator().manual_seed(1)), dim=0)
+    q, k = (t.float() - (t.float() @ direction)[..., None] * direction for t in (q, k))
+    q += 12 * direction
+    k[:, key] = direction * nats / (12 * SCALE)
+    check(*on_gpu(q.bfloat16(), k.bfloat16(), v), POLICIES[name], limit=0.4)
+
+
+@pytest.mark.parametrize("name", ["fp8-direct", "mxfp8-token-block"])
 def test_v_whose_blocks_differ_by_octaves(name):
     q, k, v = on_gpu(*draw(300, 1000, heads=2))
     order = reference.key_order(1000, "anchor128", v.device)
