@@ -93,22 +93,26 @@ class Bench:
 
 
 class _Prepared:
-    """One call up to its logits. `output` is `reference.attention` from there on, for other classifiers."""
+    """One call up to its logits, and nothing that they replace: Q and K are not kept.
+
+    `output` is `reference.attention` from there on, for other classifiers.
+    """
 
     @torch.no_grad()
     def __init__(self, call: Recorded, numerics: Numerics) -> None:
         q, k, v = _operands(call)
         scale = 1 / math.sqrt(q.shape[-1])
-        self.operands = reference.prepare(q, k, v, numerics, scale)
-        self.z = reference.logits(self.operands, slice(0, 1), slice(0, q.shape[1]))
+        operands = reference.prepare(q, k, v, numerics, scale)
+        self.v, self.v_scale, self.v_mean = operands.v, operands.v_scale, operands.v_mean
+        self.z = reference.logits(operands, slice(0, 1), slice(0, q.shape[1]))
         self.m = reference.row_reference(self.z, numerics, scale)
 
     @torch.no_grad()
     def output(self, numerics: Numerics) -> Tensor:
         """[1, rows, 128] float32."""
         weights = reference.probabilities(self.z, self.m, numerics)
-        out = weights.weight @ self.operands.v * self.operands.v_scale / weights.total.unsqueeze(-1)
-        return out if self.operands.v_mean is None else out + self.operands.v_mean
+        out = weights.weight @ self.v * self.v_scale / weights.total.unsqueeze(-1)
+        return out if self.v_mean is None else out + self.v_mean
 
 
 def _operands(call: Recorded) -> tuple[Tensor, Tensor, Tensor]:

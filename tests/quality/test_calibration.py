@@ -1,6 +1,7 @@
 """Recordings hold what the model computed; fits find known optima, and look at the fit half only."""
 
 import dataclasses
+import gc
 import itertools
 import json
 import math
@@ -268,6 +269,31 @@ def test_a_bench_computes_what_the_reference_does():
             out, exact = (reference.attention(q, k, v, n, scale=SCALE).out for n in (numerics, Numerics()))
             assert error == pytest.approx(rel_l2(out, exact), rel=1e-5)
             assert error > 0.01
+
+
+def held():
+    """Bytes of all tensors that are alive."""
+    gc.collect()
+    storages = (t.untyped_storage() for t in gc.get_objects() if type(t) is torch.Tensor)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize("name", [n for n, p in policies().items() if not p.numerics.smooth_q])
+def test_a_bench_holds_three_times_what_the_recording_takes(name):
+    """Of the two schemes that a guard makes: logits of the recorded rows and V, in float32."""
+    made = InMemory(lambda g: normal(g, keys=1024, rows=64), prompts=2)
+    reference.key_order(1024, "anchor128", torch.device("cpu"))  # what the reference itself keeps
+    size = sum(t.nbytes for call in made.made for t in (call.q, call.k, call.v))
+    numerics, guard = get_policy(name).numerics, Guard(logit_limit=4.0)
+    reference.attention(*(t.float()[None, :, None] for t in (made.made[0].q, made.made[0].k, made.made[0].v)),
+                        guard.apply(numerics), scale=SCALE)  # fmt: skip
+    before = held()
+    bench = Bench(made.made)
+    bench.errors(Choice(numerics, None))
+    bench.errors(Choice(numerics, guard))
+    schemes = len({numerics, guard.apply(numerics)})
+    assert held() - before <= 1.55 * schemes * size
+    assert len(bench._prepared) == schemes
 
 
 def test_coefficients_are_as_good_as_those_of_an_exhaustive_grid():
