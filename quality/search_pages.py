@@ -63,12 +63,18 @@ def reading(result: Mapping[str, Any]) -> str:
     row = result["searched"]
     text = (
         f"{result['text']}: {percent(row['share'])} of attention in 4 bits at {figure(row['time'])} of BF16's "
-        f"attention time, with a velocity off by {_with_interval(row['velocity_mean'])} on held-out runs"
+        f"attention time, with a velocity off by {_off(result, row)}, on held-out runs"
     )
     rivals = [one for one in result["baselines"] if one["kind"].startswith("first-last")]
     for one in rivals[:1]:
-        text += f"; {one['name']}: {_with_interval(one['velocity_mean'])}, {versus(one)}"
+        text += f"; {one['name']}: {_off(result, one)}, where {versus(one)}"
     return text + "."
+
+
+def _off(result: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    """The error of a row, first that which its target judges."""
+    mean = f"{_with_interval(row['velocity_mean'])}, mean over steps"
+    return f"{figure(row['velocity'])} at the worst step and {mean}" if result["kind"] == "velocity" else mean
 
 
 def versus(row: Mapping[str, Any]) -> str:

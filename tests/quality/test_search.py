@@ -25,6 +25,7 @@ from wanfp4.quality import runs as runs_module
 from wanfp4.quality import search as module
 from wanfp4.quality.cells import Grid, Sensitivities, bins_of, check_candidates, groups_of, metric
 from wanfp4.quality.knapsack import frontier
+from wanfp4.quality.pages import figure
 from wanfp4.quality.record import Step
 from wanfp4.quality.runs import Runs, digest
 from wanfp4.quality.search import search
@@ -442,6 +443,30 @@ def test_a_prediction_that_was_too_careful_is_used():
     assert float(result["searched"]["velocity_mean"]["median"]) <= limit
 
 
+class Scattered(Known):
+    """Every run has its own noise on every step, so the worst step is another one in each."""
+
+    def measure(self, policy, backend, pair, *, free=False):
+        entry = super().measure(policy, backend, pair)
+        generator = np.random.default_rng([*pair[0].encode(), pair[1]])
+        return {**entry, "velocity": list(np.array(entry["velocity"]) * generator.lognormal(0, 0.4, self.count))}
+
+
+def test_a_worst_step_budget_is_told_by_the_figure_that_is_judged():
+    free = solved(Scattered(4, 8), [Target(SHARE, 1.0)])[0]
+    limit = 0.5 * metric(free.known.predict(free.grid.uniform(1)), "velocity")
+    _, data = solved(Scattered(4, 8), [Target("velocity", limit)], held_out=5)
+    [result] = data["results"]
+    row = result["searched"]
+    judged, worst = float(row["velocity"]), float(row["velocity_worst"]["median"])
+    assert judged <= limit
+    assert worst > 1.05 * judged
+    assert f"{figure(judged)} at the worst step" in search_pages.reading(result)
+    assert figure(worst) not in search_pages.reading(result)
+    usual = next(one for one in result["baselines"] if one["kind"] == "first-last")
+    assert f"{figure(usual['velocity'])} at the worst step" in search_pages.reading(result)
+
+
 def test_no_policy_where_none_keeps_the_budget():
     _, data = solved(Known(3, 4), [Target("velocity", 1e-9)])
     [result] = data["results"]
@@ -780,6 +805,24 @@ def test_pages(whole):
             assert search_pages.versus(row) in markdown
             assert row["name"] in html
     assert len(html) < 500_000
+
+
+def test_pages_show_the_figure_that_a_budget_judges(whole):
+    data = whole[0].to_dict()
+    for i, row in enumerate(row for one in data["results"] for row in (one["searched"], *one["baselines"])):
+        row["velocity"] = 0.7001 + i / 1000
+    html, markdown = search_pages.search_html(data), search_pages.search_markdown(data)
+    for i in range(2 + sum(len(one["baselines"]) for one in data["results"])):
+        assert f"<td>{figure(0.7001 + i / 1000)}</td>" in html
+        assert f"| {figure(0.7001 + i / 1000)} |" in markdown
+    for page in (html, markdown.replace("velocity, ", "Velocity, ")):
+        assert "Velocity, worst step" in page
+        assert "Velocity, each run's worst step" in page
+    [table] = re.findall(r"<table>\n<thead><tr><th scope=.col.>Policy.*?</table>", html, re.DOTALL)[:1]
+    cells = [len(re.findall(r"<t[hd]\b", row)) for row in re.findall(r"<tr>.*?</tr>", table)]
+    assert cells == [8] * (2 + len(data["results"][0]["baselines"]))
+    of_policies = markdown.split("| policy |")[1].split("\n\n")[0]
+    assert {line.count("|") for line in of_policies.splitlines()[1:]} == {9}
 
 
 def test_what_is_no_search_is_not_loaded(tmp_path):
