@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wanfp4.quality.aggregate import Json
+from wanfp4.quality.intervals import few
 from wanfp4.quality.map_pages import spread
 from wanfp4.quality.pages import count, environment, figure, percent
 from wanfp4.quality.plots import SERIES_COLOURS, Curve, Dot, scatter_chart, step_chart
@@ -35,7 +36,7 @@ def search_markdown(data: Json) -> str:
 
 
 def readings(data: Json) -> list[str]:
-    """What the search found, in sentences, target by target; then how well its prediction holds."""
+    """What the search found, in sentences, target by target; how well its prediction holds; how sure verdicts are."""
     said = [(text := reading(result))[0].upper() + text[1:] for result in data["results"]]
     added = data["additivity"]
     if added is not None and added["ratio"] is not None:
@@ -45,6 +46,9 @@ def readings(data: Json) -> list[str]:
             f"{percent(added['error'])}, {percent(added['largest'])} at most; what is measured is "
             f"{figure(added['ratio'])} times what is predicted."
         )
+    judged = any("against" in row for result in data["results"] for row in result["baselines"])
+    if judged and (hint := few([run["prompt"] for run in data["held_out"]])):
+        said.append(f"Of the held-out runs: {hint[0].lower()}{hint[1:]}")
     if not data["complete"]:
         said.append("Incomplete: the same search goes on from what is here.")
     return said

@@ -825,6 +825,30 @@ def test_pages_show_the_figure_that_a_budget_judges(whole):
     assert {line.count("|") for line in of_policies.splitlines()[1:]} == {9}
 
 
+@pytest.mark.parametrize(
+    ("prompts", "seeds", "said"),
+    [
+        (1, 1, None),
+        (1, 4, "one prompt, so intervals and verdicts are of that prompt alone. With 4 runs"),
+        (2, 4, "with 2 prompts the intervals are less than 95 % sure"),
+        (5, 2, "with 5 prompts the intervals are less than 95 % sure"),
+        (6, 1, None),
+    ],
+)
+def test_pages_say_when_prompts_are_too_few_for_verdicts(whole, prompts, seeds, said):
+    data = whole[0].to_dict()
+    data["held_out"] = [{"prompt": f"prompt {p}", "seed": s} for p in range(prompts) for s in range(seeds)]
+    hint = [text for text in search_pages.readings(data) if text.startswith("Of the held-out runs:")]
+    if said is None:
+        assert not hint
+        return
+    assert said in hint[0]
+    assert hint[0] in search_pages.search_html(data)
+    assert hint[0] in search_pages.search_markdown(data)
+    data["results"] = []
+    assert not any(text.startswith("Of the held-out") for text in search_pages.readings(data))
+
+
 def test_what_is_no_search_is_not_loaded(tmp_path):
     with pytest.raises(Wanfp4Error, match="cannot read a search"):
         SearchReport.load(tmp_path)
