@@ -3,7 +3,7 @@
     python kernels/bench/map_cost.py                          sizes of Wan 1.3B and 14B, and a short clip
     python kernels/bench/map_cost.py --size 9x64x96 --heads 2  anywhere
 
-Four blocks of Wan's width with random weights. The policy's attention is stood in for by the pipeline's own, as a native
+Four blocks of Wan's width, random weights. The policy's attention is stood in for by the pipeline's own, as a native
 backend is no slower than that; its codes are counted as the policy's. Medians of passes that take turns.
 """
 
