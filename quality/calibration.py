@@ -15,7 +15,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from wanfp4.errors import PolicyError, SettingsError, Wanfp4Error
-from wanfp4.policy import Policy, get_policy, policies
+from wanfp4.policy import Policy, get_policy, guarding, policies
 from wanfp4.processors.environment import versions
 from wanfp4.quality.aggregate import Json, number
 from wanfp4.quality.calibration_bench import Bench, Choice, Errors
@@ -113,7 +113,7 @@ def fit(
     margin, the guard's limit, the row peak of NVFP4 P, coefficients of the classifier. What a step finds is kept when
     the error of the median call is lower by half a percent, with an interval over prompts and calls below 0. A base
     that the Blackwell kernels compute stays one that they compute. Rules stay as they are, and calls that they send
-    elsewhere do not count. The result depends on the recording and the base alone.
+    elsewhere do not count; where the policy's guard is theirs, too, it stays. The result depends on the recording and the base alone.
 
     keep  names of steps (`STEPS`) to leave out: what they choose stays as the base has it. A row reference other than
           `shiftless` takes time on Blackwell.
@@ -123,10 +123,11 @@ def fit(
     policy, name, kept = check_base(base), check_name(name), check_keep(keep)
     bench = Bench(_calls(recording, FIT, policy))
     start = chosen = Choice(policy.numerics, policy.guard)
+    shared = any(guarding(rule.numerics, policy.guard) for rule in policy.rules)
     stages: list[Json] = []
     with tqdm(unit="candidate", disable=not progress, dynamic_ncols=True) as bar:
         for title, propose in STEPS.items():
-            stage = Stage(title, bench, chosen, bar)
+            stage = Stage(title, bench, chosen, bar, shared=shared)
             if title in kept:
                 stage.note = "kept, as asked"
             else:

@@ -12,7 +12,7 @@ import numpy as np
 
 from wanfp4.errors import PolicyError
 from wanfp4.kernels.blackwell import backend as sm100
-from wanfp4.policy import Classifier, Guard
+from wanfp4.policy import Classifier, Guard, guarding
 from wanfp4.quality.aggregate import Json, number
 from wanfp4.quality.calibration_bench import Bench, Choice
 from wanfp4.quality.intervals import LOWER, Comparison, compare
@@ -34,16 +34,22 @@ MARGINS = (0.0, 0.25, 0.5, 0.75)
 PEAKS = (1.0, 16.0, 64.0, 256.0, 1024.0, 2688.0)
 # Shares of the fit half's calls that a guard with a lower limit would take.
 GUARDED_SHARES = (0.25, 0.5, 1.0)
+# A policy has one guard for all its numerics.
+SHARED = "which the base's rules have, too: their calls were not measured"
 
 
 class Stage:
-    """One thing that is chosen: candidates tried, the best of them, and whether it is worth a change."""
+    """One thing that is chosen: candidates tried, the best of them, and whether it is worth a change.
 
-    def __init__(self, title: str, bench: Bench, before: Choice, bar: Any) -> None:
+    shared  the guard is that of rules, too, whose calls are not on the bench: it stays.
+    """
+
+    def __init__(self, title: str, bench: Bench, before: Choice, bar: Any, *, shared: bool = False) -> None:
         self.title = title
         self.bench = bench
         self.before = before
         self.bar = bar
+        self.shared = shared
         self.tried: dict[Choice, tuple[str, float]] = {}
         self.left_out: list[tuple[str, str]] = []
         self.note = ""
@@ -158,20 +164,28 @@ def _row_reference(stage: Stage) -> None:
     if n.p in ("exact", "bf16"):
         stage.note = f"P in {n.p} does not depend on it"
         return
+    guards = guarding(n, guard)
+    if guards and stage.shared:
+        stage.note = f"any other would take the guard's place, {SHARED}"
+        return
+    # What a guard sets is an anchor, and an anchor needs none. One that does nothing here is not this step's matter.
+    left = None if guards else guard
     margins = MARGINS if n.p == "mxfp4-direct" else (0.0,)
     for anchor in ("anchor32", "anchor128"):
         for margin in margins:
-            # An anchor is what a guard would set: it needs none.
-            stage.try_(None, row_reference=anchor, margin=margin, margin_unit="log2")
+            stage.try_(left, row_reference=anchor, margin=margin, margin_unit="log2")
         if guard is not None and n.p == "mxfp4-direct":
-            stage.try_(None, row_reference=anchor, margin=guard.margin, margin_unit=guard.margin_unit)
-    stage.try_(None, row_reference="rowmax", margin=0.0)
+            stage.try_(left, row_reference=anchor, margin=guard.margin, margin_unit=guard.margin_unit)
+    stage.try_(left, row_reference="rowmax", margin=0.0)
 
 
 def _guard(stage: Stage) -> None:
     n, guard = stage.before.numerics, stage.before.guard
     if guard is None or n.p != "mxfp4-direct":
         stage.note = "there is none" if guard is None else f"P in {n.p} has nothing to guard"
+        return
+    if stage.shared:
+        stage.note = f"left as it is, {SHARED}"
         return
     # Without one a model would be unguarded against logits that the recording does not hold, so that is not tried.
     logits = sorted(call.largest for call in stage.bench.calls)

@@ -13,7 +13,7 @@ from tiny import FRAMES, HEIGHT, TOKENS, WIDTH, tiny_pipeline
 
 from wanfp4.errors import ModelError, PolicyError, SettingsError, Wanfp4Error
 from wanfp4.kernels import reference
-from wanfp4.policy import Classifier, Guard, Numerics, Policy, Rule, get_policy, policies
+from wanfp4.policy import Classifier, Guard, Numerics, Policy, Rule, get_policy, guarding, policies
 from wanfp4.processors.patch import patch
 from wanfp4.processors.pipelines import Settings, generate_latents
 from wanfp4.quality import calibration, calibration_steps, recording
@@ -403,6 +403,43 @@ def test_calls_that_rules_send_elsewhere_do_not_count():
     made.folder = "made-up"
     with pytest.raises(Wanfp4Error, match="the fit half of 'made-up' has no call that 'short' rounds"):
         fit(made, everything, progress=False)
+
+
+DIRECT = Rule(get_policy("direct-p-fast").numerics, layers=(1,))
+
+
+@pytest.mark.parametrize(
+    ("base", "rule", "stays"),
+    [
+        ("wan-fast", DIRECT, True),
+        ("wan-two-piece", DIRECT, True),
+        ("nvfp4", DIRECT, True),
+        ("wan-fast", Rule("bf16", layers=(1,)), False),
+        ("wan-fast", Rule("nvfp4", layers=(1,)), False),
+        ("wan-fast", None, False),
+    ],
+)
+def test_a_guard_that_rules_have_too_stays_theirs(base, rule, stays):
+    """Calls of a rule are not measured, so nothing that is found without them may take their guard or its limit."""
+    made = InMemory(normal, calls=9, largest=50.0)
+    guard = Guard(logit_limit=60.0)
+    policy = get_policy(base).with_(name="ruled", guard=guard, rules=[] if rule is None else [rule])
+    found = fit(made, policy, progress=False, keep=["classifier", "smooth-k", "smooth-v"])
+    stages = {stage["title"]: stage for stage in found.data["stages"]}
+    direct = policy.numerics.p == "mxfp4-direct"
+    if stays:
+        assert found.policy.guard == guard
+        assert guarding(found.policy.rules[0].numerics, found.policy.guard)
+    else:
+        assert found.policy.guard != guard, "an anchor is better on these calls"
+    if direct:
+        for title in ("row-reference", "guard"):
+            assert ("which the base's rules have, too: their calls were not measured" in stages[title]["note"]) == stays
+        assert (len(stages["row-reference"]["candidates"]) == 1) == stays
+    else:
+        assert len(stages["row-reference"]["candidates"]) > 1, "its own row reference has no guard"
+    if stays and direct:
+        assert "too: their calls were not measured" in fit_markdown(found.data)
 
 
 def test_broken_calls_are_named():
