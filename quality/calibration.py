@@ -113,7 +113,8 @@ def fit(
     margin, the guard's limit, the row peak of NVFP4 P, coefficients of the classifier. What a step finds is kept when
     the error of the median call is lower by half a percent, with an interval over prompts and calls below 0. A base
     that the Blackwell kernels compute stays one that they compute. Rules stay as they are, and calls that they send
-    elsewhere do not count; where the policy's guard is theirs, too, it stays. The result depends on the recording and the base alone.
+    elsewhere do not count; where the policy's guard is theirs, too, it stays. The result depends on the recording and
+    the base alone.
 
     keep  names of steps (`STEPS`) to leave out: what they choose stays as the base has it. A row reference other than
           `shiftless` takes time on Blackwell.

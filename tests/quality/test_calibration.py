@@ -421,7 +421,7 @@ DIRECT = Rule(get_policy("direct-p-fast").numerics, layers=(1,))
 )
 def test_a_guard_that_rules_have_too_stays_theirs(base, rule, stays):
     """Calls of a rule are not measured, so nothing that is found without them may take their guard or its limit."""
-    made = InMemory(normal, calls=9, largest=50.0)
+    made = InMemory(normal, prompts=10, calls=6, largest=50.0)
     guard = Guard(logit_limit=60.0)
     policy = get_policy(base).with_(name="ruled", guard=guard, rules=[] if rule is None else [rule])
     found = fit(made, policy, progress=False, keep=["classifier", "smooth-k", "smooth-v"])
