@@ -120,6 +120,14 @@ def header(
     }
 
 
+def essence(key: str, value: Any) -> Any:
+    """What of a header's entry has to agree for a job to go on in its folder: not the threads of a machine, and of a
+    model neither its name nor what its folder says of defaults, as the weights' digest says which it is and `settings`
+    what was used."""
+    left_out = {"machine": ("threads",), "model": ("model", "defaults", "source")}.get(key, ())
+    return {k: v for k, v in value.items() if k not in left_out} if isinstance(value, dict) else value
+
+
 def weights_digest(pipe: Any) -> str:
     """SHA-256 over all weights as they run: a model trained anew under the same name is another one."""
     digest = hashlib.sha256()

@@ -32,7 +32,7 @@ from wanfp4.processors.pipelines import Settings, generate_latents, info_of, shi
 from wanfp4.processors.session import Call
 from wanfp4.quality.aggregate import Json
 from wanfp4.quality.files import output_folder, replacing, write
-from wanfp4.quality.jobs import attention_of, header, log_above_bar, quiet, said_once, weights_digest
+from wanfp4.quality.jobs import attention_of, essence, header, log_above_bar, quiet, said_once, weights_digest
 from wanfp4.quality.plan import DEFAULT_SEEDS, Plan, check_call, make_plan
 from wanfp4.quality.record import watching
 from wanfp4.quality.report import json_text
@@ -50,8 +50,22 @@ LIMIT_MB = 256
 
 # What a call's names and metadata take in its file, at most.
 _OVERHEAD = 2048
-# What must agree for a recording to go on; the name of a model may differ.
-_IDENTITY = ("model", "scheduler", "settings", "prompts", "seeds", "call", "rows", "calls", "limit_mb")
+# What must agree for a recording to go on, which says once of all its runs what they were made with: words for the
+# message, by key.
+_SAME = {
+    "model": "model",
+    "attention": "attention of the pipeline's own",
+    "scheduler": "scheduler",
+    "settings": "settings",
+    "prompts": "prompts",
+    "seeds": "seeds",
+    "call": "arguments of the pipeline's call",
+    "rows": "--rows",
+    "calls": "--calls",
+    "limit_mb": "--limit",
+    "machine": "machine",
+    "versions": "versions",
+}
 
 
 class Pick(NamedTuple):
@@ -254,19 +268,15 @@ def _resumed(folder: Path, data: Json, force: bool) -> Recording:
         _remove(folder / MANIFEST)
         return Recording(folder, data)
     before = load_recording(folder)
-    differ = [key for key in _IDENTITY if _nameless(key, before.data.get(key)) != _nameless(key, data[key])]
-    if differ:
+    wrong = [words for key, words in _SAME.items() if essence(key, before.data.get(key)) != essence(key, data[key])]
+    if wrong:
         raise SettingsError(
-            f"{str(folder)!r} holds a recording with another {', another '.join(differ)}; choose another folder, or "
-            "start anew (--force)"
+            f"{str(folder)!r} holds a recording of other {', '.join(wrong)}; give the same to go on with it, choose "
+            "another folder, or add --force"
         )
     whole = [run for run in before.data["runs"] if run["complete"] and (folder / run["file"]).is_file()]
     before.data.update(runs=whole, complete=len(whole) == len(data["prompts"]) * len(data["seeds"]))
     return before
-
-
-def _nameless(key: str, value: Any) -> Any:
-    return {k: v for k, v in value.items() if k != "model"} if key == "model" and isinstance(value, dict) else value
 
 
 def _remove(path: Path) -> None:

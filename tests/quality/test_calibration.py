@@ -182,15 +182,49 @@ def test_an_interrupted_recording_keeps_what_is_there_and_goes_on(pipe, tmp_path
 
 def test_another_recording_is_not_written_over(pipe, tmp_path):
     first = recorded(pipe, tmp_path, calls=2)
-    with pytest.raises(SettingsError, match="recording with another seeds, another calls; choose another folder"):
+    with pytest.raises(SettingsError, match="holds a recording of other seeds, --calls; give the same to go on"):
         recorded(pipe, tmp_path, seeds=(6,), calls=3)
-    with pytest.raises(SettingsError, match="another model"):
+    with pytest.raises(SettingsError, match="of other model"):
         recorded(tiny_pipeline(dtype=torch.bfloat16, seed=9), tmp_path, calls=2)
     again = recorded(pipe, tmp_path, PROMPTS[:2], seeds=(6,), calls=2, force=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
         [recording.MANIFEST, *(run["file"] for run in again.data["runs"])]
     )
     assert first.data["seeds"] != load_recording(tmp_path).data["seeds"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("attention", "attention of the pipeline's own"),
+        ("machine", "machine"),
+        ("versions", "versions"),
+        ("name", None),
+        ("threads", None),
+    ],
+)
+def test_a_recording_is_of_one_attention_machine_and_version(tmp_path, counted, monkeypatch, change, words):
+    """recording.json says once what all runs were made with, so no other run goes into it."""
+    pipe = tiny_pipeline(dtype=torch.bfloat16)
+    with pytest.raises(KeyboardInterrupt):
+        recorded(pipe, tmp_path, calls=2, model="here")
+    counted.update(stop=False, prompts=[])
+    before = (tmp_path / recording.MANIFEST).read_bytes()
+    if change == "attention":
+        pipe.transformer.set_attention_backend("_native_math")
+    if change == "threads":
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    if change in ("machine", "versions"):
+        monkeypatch.setattr("wanfp4.quality.jobs." + change, lambda *_: {"name": "another", "torch": "9.9"})
+    options = {"calls": 2, "model": "elsewhere" if change == "name" else "here"}
+    if words is None:
+        assert recorded(pipe, tmp_path, **options).complete
+        assert counted["prompts"] == PROMPTS[1:]
+        return
+    with pytest.raises(SettingsError, match=f"holds a recording of other {words}; give the same to go on"):
+        recorded(pipe, tmp_path, **options)
+    assert counted["prompts"] == []
+    assert (tmp_path / recording.MANIFEST).read_bytes() == before
 
 
 def test_files_that_do_not_belong_are_refused(pipe, tmp_path):
