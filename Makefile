@@ -50,7 +50,8 @@ lab: $(STAMP) ## the quality lab on the bundled model, one page in out/lab: abou
 	@shapes=$$($(BIN)/python -c "import torch; print('' if torch.cuda.is_available() else '--shape 567x2')"); \
 		$(BIN)/wanfp4 bench $$shapes $(addprefix --policy ,$(LAB_POLICIES)) --force --json $(LAB)/bench.json
 	@$(BIN)/wanfp4 drift --task --clips 16 --steps 10 --policies $(LAB_LIST) --force -o $(LAB)/task
-	@$(BIN)/wanfp4 report page $(LAB)/drift --map $(LAB)/map --task $(LAB)/task --bench $(LAB)/bench.json -o $(LAB)/lab.html
+	@$(BIN)/wanfp4 report page $(LAB)/drift --map $(LAB)/map --task $(LAB)/task --bench $(LAB)/bench.json \
+		--force -o $(LAB)/lab.html
 
 test: $(STAMP) ## all tests, in JOBS processes
 	@$(BIN)/pytest -n $(JOBS) --dist worksteal

@@ -104,6 +104,7 @@ def page(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE.html", help="Where the page goes.")] = Path(
         "lab.html"
     ),
+    force: Annotated[bool, typer.Option("--force", help="Replace a page that is there.")] = False,
 ) -> None:
     """Put a drift report and what goes with it on one page: verdict, policies, curves, maps, clips, receipts.
 
@@ -118,7 +119,7 @@ def page(
     from wanfp4.quality.lab_page import save_page, verdict
 
     lab = read_lab(report, maps or [], task, bench, search)
-    made = save_page(lab, output)
+    made = save_page(lab, output, force=force)
     for line in (str(made), "", *verdict(lab), *lab.notes):
         typer.echo(_one(line))
 

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wanfp4.errors import OutputError, SettingsError
+from wanfp4.errors import SettingsError
 from wanfp4.quality.aggregate import Json
 from wanfp4.quality.figures import Figure, figures, typical
 from wanfp4.quality.intervals import compare, interval
 from wanfp4.quality.report import named_files
-from wanfp4.quality.results import DAMAGE, DRIFT, changed_by_hand, listing, read_result
+from wanfp4.quality.results import DAMAGE, DRIFT, changed_by_hand, listing, read_result, refuse_own
 
 COMPARISON_KIND = "wanfp4 drift comparison"
 COMPARISON_SCHEMA = 1
@@ -41,20 +41,13 @@ def read_report(path: str | Path) -> Json:
 
 def check_output(output: str | Path, *reports: str | Path) -> None:
     """Raise OutputError when `output` is a file of one of the reports: its JSON, its pages, its clips and strips."""
-    output = Path(output)
     for report in reports:
         file, data = listing(report, DRIFT), read_result(report, DRIFT)
         try:
             own = [file, *(file.parent / name for name in (*DRIFT.pages, *named_files(data)))]
         except DAMAGE as error:
             raise changed_by_hand(report, DRIFT, error) from None
-        for mine in own:
-            # By its name too, where it is missing; by the file, where that has other names.
-            if output.resolve() == mine.resolve() or (output.exists() and mine.exists() and output.samefile(mine)):
-                raise OutputError(
-                    f"{str(output)!r} would be written over {str(mine)!r}, which belongs to the report "
-                    f"{str(report)!r}; choose another file"
-                )
+        refuse_own(output, own, f"the report {str(report)!r}")
 
 
 def compare_reports(a: str | Path, b: str | Path, pair: Sequence[str] = ()) -> Json:

@@ -23,7 +23,8 @@ from wanfp4.quality.intervals import few
 from wanfp4.quality.lab import Lab, Part, machine_of, policies_of
 from wanfp4.quality.pages import figure, percent, ratio
 from wanfp4.quality.plan import FLOOR, REFERENCE
-from wanfp4.quality.results import BENCH, DAMAGE, listing
+from wanfp4.quality.report import named_files
+from wanfp4.quality.results import BENCH, DAMAGE, listing, refuse_own
 from wanfp4.quality.task_pages import SIGNIFICANT
 
 # A page that opens at once and can be mailed, clips included.
@@ -43,10 +44,15 @@ BASELINES = {
 }
 
 
-def save_page(lab: Lab, output: str | Path) -> Path:
-    """Write the page; returns its path. Raises OutputError, also for a file that belongs to one of the parts."""
+def save_page(lab: Lab, output: str | Path, *, force: bool = False) -> Path:
+    """Write the page; returns its path.
+
+    Raises OutputError, also for a file that is there without `force`, and for one that belongs to a part in any case.
+    """
     output = Path(output)
     check_output(lab, output)
+    if output.exists() and not force:
+        raise OutputError(f"{str(output)!r} exists; choose another file, or add --force")
     return write(output, lab_html(lab))
 
 
@@ -54,13 +60,8 @@ def check_output(lab: Lab, output: Path) -> None:
     """Raise OutputError when writing `output` would replace what a part is made of, or its own page."""
     for part in lab.parts:
         file = listing(part.path, part.result)
-        media = [file.parent / name for name in lab.files] if part is lab.report else []
-        for mine in (file, *(file.parent / page for page in part.result.pages), *media):
-            if output.exists() and mine.exists() and output.samefile(mine):
-                raise OutputError(
-                    f"{str(output)!r} would be written over {str(mine)!r}, which belongs to the {part.name}; "
-                    "choose another --output"
-                )
+        media = named_files(part.data) if part is lab.report else []
+        refuse_own(output, (file, *(file.parent / name for name in (*part.result.pages, *media))), f"the {part.name}")
 
 
 def lab_html(lab: Lab) -> str:

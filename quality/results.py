@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from wanfp4.errors import SettingsError
+from wanfp4.errors import OutputError, SettingsError
 from wanfp4.quality.aggregate import Json
 
 
@@ -65,6 +66,17 @@ def read_result(path: str | Path, result: Result) -> Json:
         needed = f"{result.kind!r} and schema {result.schema}"
         raise SettingsError(f"{str(file)!r} has kind {kind!r} and schema {schema!r}; needed are {needed}")
     return dict(data)
+
+
+def refuse_own(output: str | Path, owned: Iterable[Path], owner: str) -> None:
+    """Raise OutputError when `output` is one of the files that belong to `owner`, in words."""
+    output = Path(output)
+    for mine in owned:
+        # By its name too, where it is missing; by the file, where that has other names.
+        if output.resolve() == mine.resolve() or (output.exists() and mine.exists() and output.samefile(mine)):
+            raise OutputError(
+                f"{str(output)!r} would be written over {str(mine)!r}, which belongs to {owner}; choose another file"
+            )
 
 
 def changed_by_hand(path: str | Path, result: Result, error: Exception) -> SettingsError:

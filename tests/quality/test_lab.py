@@ -442,8 +442,14 @@ def test_the_command_writes_the_page_and_says_the_verdict(saved, data, tmp_path)
     assert result.stdout.splitlines() == [str(output), "", *(one_line(s) for s in (*verdict(lab), *lab.notes))]
     html = output.read_text(encoding="utf-8")
     assert plain(html) == plain(lab_html(lab))
-    assert run(*arguments(given), "-o", output).exit_code == 0  # as other files of `report`, it is made anew
-    assert run(given["report"] / "report.json", "--map", given["maps"][0] / "map.json", "-o", output).exit_code == 0
+    output.write_text("mine")
+    result = run(*arguments(given), "-o", output)
+    assert result.exit_code == 2
+    assert "exists; choose another file, or add --force" in result.stderr
+    assert output.read_text() == "mine"
+    again = run(given["report"] / "report.json", "--map", given["maps"][0] / "map.json", "-o", output, "--force")
+    assert again.exit_code == 0, again.output
+    assert "verdict" in output.read_text(encoding="utf-8")
 
 
 def other_weights(data):
@@ -568,7 +574,7 @@ def test_what_the_page_is_made_of_is_never_written_over(saved, tmp_path, name):
     (tmp_path / "link").symlink_to(tmp_path / "map" / "map.json")
     path = next(tmp_path.rglob("*.mp4")) if name == "a clip" else tmp_path / name
     before = path.read_bytes()
-    result = run(*arguments(given), "-o", path)
+    result = run(*arguments(given), "-o", path, "--force")
     assert result.exit_code == 2
     assert "would be written over" in result.stderr
     assert path.read_bytes() == before
