@@ -44,7 +44,7 @@ comma := ,
 empty :=
 LAB_LIST := $(subst $(empty) $(empty),$(comma),$(LAB_POLICIES))
 
-lab: $(STAMP) ## the quality lab on the bundled model, one page in out/lab: about 15 minutes on 2 cores
+lab: $(STAMP) ## the quality lab on the bundled model, one page in out/lab: about 20 minutes on 2 cores
 	@$(BIN)/wanfp4 drift --policies $(LAB_LIST) $(LAB_RUNS) --force -o $(LAB)/drift
 	@$(BIN)/wanfp4 map --policy wan-fast --attribution $(LAB_RUNS) --force -o $(LAB)/map
 	@shapes=$$($(BIN)/python -c "import torch; print('' if torch.cuda.is_available() else '--shape 567x2')"); \

@@ -169,7 +169,11 @@ def _close(best: Json, others: Sequence[Json]) -> str:
         one = pages.summary_intervals(section)["velocity"]
         if one is None or one["low"] <= mine["high"]:
             near.append(section["name"])
-    return f" (the interval of {_listed(near)} meets it)" if near else ""
+    if not near:
+        return ""
+    return (
+        f" (the interval of {near[0]} meets it)" if len(near) == 1 else f" (the intervals of {_listed(near)} meet it)"
+    )
 
 
 def _task(task: Json, names: Sequence[str]) -> str:
