@@ -149,11 +149,13 @@ def search(
         measured(plan.policies, times, backend, job.info.tokens(plan.settings))
 
     from wanfp4.quality.files import output_folder
-    from wanfp4.quality.search_report import PAGES
+    from wanfp4.quality.search_files import ALONE, PAGES, claim
 
     inputs = [Path(n) for n in names] + [p for p in (prompts, verify_prompts, times) if p is not None]
-    for page in (*PAGES, "policy.json"):
-        refuse_inputs(output / page, inputs)
+    labels = [target.label for target in targets]
+    written = [one["file"] for one in claim(output, labels, force=force)]
+    for name in (*PAGES, ALONE, *(f"policy-{label}.json" for label in labels), *written):
+        refuse_inputs(output / name, inputs)
     with output_folder(output):
         pipe = job.pipeline([*plan.prompts, *others])
         report = find(
@@ -186,6 +188,8 @@ def search(
 
 
 def _lines(report: SearchReport) -> list[str]:
+    from wanfp4.quality.search_files import left
     from wanfp4.quality.search_pages import readings
 
-    return readings(report.to_dict())
+    data = report.to_dict()
+    return [*readings(data), *filter(None, [left(data)])]

@@ -32,6 +32,7 @@ from wanfp4.quality.files import output_folder
 from wanfp4.quality.jobs import attention_of, header, log_above_bar, quiet, said_once, weights_digest
 from wanfp4.quality.plan import DEFAULT_SEEDS, check_call, make_plan
 from wanfp4.quality.runs import Runs
+from wanfp4.quality.search_files import claim
 from wanfp4.quality.search_job import Job
 from wanfp4.quality.search_report import KIND, SCHEMA, SearchReport
 from wanfp4.quality.targets import (
@@ -100,7 +101,8 @@ def search(
     rounds    how often at most a target's policy is verified and corrected.
     times     a file of `wanfp4 bench --json` to take costs from.
     folder    where everything is kept as it is measured. What is there already and was made with the same model,
-              settings and machine is used, so the same call goes on; `force` begins anew.
+              settings and machine is used, so the same call goes on; `force` begins anew. Files that no search has
+              written are not written over without `force`.
 
     Time, in denoising runs: for each prompt and seed of the search 1 + candidates × groups + `checks`; for each to
     verify 1 + 2 × (policies verified: one or more a target, and four to six baselines).
@@ -148,11 +150,14 @@ def search(
         "sensitivities": [],
         "additivity": None,
         "results": [],
+        "files": [],
     }
     report = SearchReport(state)
     with contextlib.nullcontext() if folder is None else output_folder(folder) as place:
-        if place is not None and not force:
-            _take_over(place, state)
+        if place is not None:
+            state["files"] = claim(place, state["targets"], force=force)
+            if not force:
+                _take_over(place, state)
         before = list(state["measured"])
         try:
             with (

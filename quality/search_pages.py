@@ -11,6 +11,7 @@ from wanfp4.quality.intervals import few
 from wanfp4.quality.map_pages import spread
 from wanfp4.quality.pages import count, environment, figure, percent
 from wanfp4.quality.plots import SERIES_COLOURS, Curve, Dot, scatter_chart, step_chart
+from wanfp4.quality.search_files import left, policy_file
 
 KINDS = {
     "searched": "searched",
@@ -110,6 +111,8 @@ def context(data: Json) -> Json:
     emulated = any(row["emulated"] for result in data["results"] for row in _rows(result))
     return {
         "readings": readings(data),
+        "left": left(data),
+        "policy_file": lambda result: policy_file(data, result["label"]),
         "passed": data["complete"] and all(result["kept"] for result in data["results"]),
         "rows": _rows,
         "kinds": KINDS,

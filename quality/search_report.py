@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from wanfp4.errors import Wanfp4Error
 from wanfp4.policy import Policy
@@ -13,12 +12,9 @@ from wanfp4.quality.aggregate import Json
 from wanfp4.quality.files import writable_folder, write
 from wanfp4.quality.report import json_text
 from wanfp4.quality.results import SEARCH
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from wanfp4.quality.search_files import policy_file, settle
 
 KIND, SCHEMA = SEARCH.kind, SEARCH.schema
-PAGES = ("report.html", "report.md", "search.json")
 
 
 class SearchReport:
@@ -41,7 +37,7 @@ class SearchReport:
     def policies(self) -> dict[str, Policy]:
         """The policies found, by the name of the file that each is saved as."""
         return {
-            _file(self.data, result): Policy.from_dict(result["policy"])
+            policy_file(self.data, result["label"]): Policy.from_dict(result["policy"])
             for result in self.data["results"]
             if result["policy"] is not None
         }
@@ -53,28 +49,25 @@ class SearchReport:
     def save(self, folder: str | Path, *, pages: bool = True) -> Path:
         """Write search.json and, with `pages`, the policies, report.html and report.md; returns the folder.
 
-        A policy's file of an earlier search of the folder goes when its target has no policy any more. Raises
-        OutputError.
+        Of an earlier search of the folder, a policy's file goes when its target has no policy any more, and with
+        --force when this search is complete. Raises OutputError.
         """
         from wanfp4.quality.search_pages import search_html, search_markdown
 
         folder = writable_folder(folder)
+        policies = settle(folder, self.data) if pages else {}
+        write(folder / SEARCH.file, json_text(self.data))  # first, so that no policy is there that it does not list
+        for name, policy in policies.items():
+            write(folder / name, Policy.from_dict(policy).to_json())
         if pages:
-            for result in self.data["results"]:
-                path = folder / _file(self.data, result)
-                if result["policy"] is None:
-                    path.unlink(missing_ok=True)
-                else:
-                    write(path, Policy.from_dict(result["policy"]).to_json())
             write(folder / "report.html", search_html(self.data))
             write(folder / "report.md", search_markdown(self.data))
-        write(folder / "search.json", json_text(self.data))
         return folder
 
     @classmethod
     def load(cls, folder: str | Path) -> SearchReport:
         """The search in a folder. Raises Wanfp4Error when there is none, or one of another schema."""
-        path = Path(folder) / "search.json"
+        path = Path(folder) / SEARCH.file
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -83,10 +76,3 @@ class SearchReport:
         if (kind, schema) != (KIND, SCHEMA):
             raise Wanfp4Error(f"{path} has kind {kind!r} and schema {schema!r}; {KIND!r} and {SCHEMA} are needed")
         return cls(data)
-
-
-def _file(data: Mapping[str, object], result: Mapping[str, object]) -> str:
-    """policy.json, or one named by its target when there are several."""
-    targets = data["targets"]
-    assert isinstance(targets, list)
-    return "policy.json" if len(targets) == 1 else f"policy-{result['label']}.json"

@@ -44,7 +44,8 @@ def test_a_policy_that_goes_on_from_and_runs_everywhere(run, tiny_model):
     assert strict.exit_code == 3, strict.output
     assert "no policy but BF16" in strict.stdout
     assert not SearchReport.load("found").passed
-    assert not Path("found/policy.json").exists()
+    assert get_policy("found/policy.json").to_dict() == report.data["results"][0]["policy"]  # still there, and named
+    assert "Of an earlier search, and not what is reported here: policy.json (at least 50 %" in strict.stdout
 
     other = run("search", "--share", "0.5", "--model", tiny_model, *QUICK, "--guidance", "2", "-o", "found")
     assert other.exit_code == 2
@@ -79,6 +80,26 @@ def test_a_policy_that_goes_on_from_and_runs_everywhere(run, tiny_model):
 )
 def test_usage_errors(refused, tiny_model, options, said):
     assert said in refused("search", "--model", tiny_model, "--device", "cpu", *options)
+
+
+@pytest.mark.parametrize("force", [(), ("--force",)])
+def test_an_input_is_not_written_over_by_any_targets_policy(refused, tiny_model, force):
+    Path("found").mkdir()
+    kept = get_policy("nvfp4").with_(name="mine").to_json()
+    Path("found/policy-share-0.5.json").write_text(kept)
+    options = ("--share", "0.5", "--share", "0.3", "--policies", "found/policy-share-0.5.json", "-o", "found", *force)
+    said = refused("search", "--model", tiny_model, "--device", "cpu", *options)
+    assert "policy-share-0.5.json" in said
+    assert Path("found/policy-share-0.5.json").read_text() == kept
+
+
+def test_a_drift_report_in_the_folder_is_not_written_over(run, refused, tiny_model):
+    options = ("--model", tiny_model, "--device", "cpu", "--policies", "wan-fast", "-o", "found")
+    assert run("drift", *options, "--seeds", "0").exit_code == 0
+    pages = [Path("found") / name for name in ("report.html", "report.md", "report.json")]
+    before = [path.read_bytes() for path in pages]
+    assert "holds a drift report" in refused("search", "--share", "0.5", *options)
+    assert [path.read_bytes() for path in pages] == before
 
 
 def test_a_candidate_for_longer_clips_is_refused(refused, tiny_model):

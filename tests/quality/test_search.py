@@ -635,6 +635,31 @@ def test_a_free_run_that_is_stopped_does_not_take_the_forced_run_with_it(pipe, t
     assert len(keys) == len(set(keys))
 
 
+def test_policies_of_earlier_searches_stay_and_are_told_until_one_begins_anew(pipe, tmp_path, monkeypatch):
+    searched(pipe, folder=tmp_path, shares=[0.8, 0.5], checks=0)
+    names = ["policy-share-0.5.json", "policy-share-0.8.json"]
+    before = [(tmp_path / name).read_text() for name in names]
+    original, count = Runs._run, itertools.count()
+
+    def run(self, *args, **kwargs):
+        if next(count) == 2:
+            raise Stop
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Runs, "_run", run)
+    with pytest.raises(Stop):
+        searched(pipe, folder=tmp_path, prompts=["a blue star"], checks=0)
+    monkeypatch.setattr(Runs, "_run", original)
+    assert [(tmp_path / name).read_text() for name in names] == before
+    for page in ("report.html", "report.md"):
+        said = (tmp_path / page).read_text()
+        assert "Of an earlier search, and not what is reported here" in said
+        assert "policy-share-0.5.json" in said
+    report = searched(pipe, folder=tmp_path, checks=0, force=True)
+    assert [path.name for path in tmp_path.glob("policy*")] == ["policy.json"] == list(report.policies)
+    assert "Of an earlier search" not in (tmp_path / "report.html").read_text()
+
+
 def test_another_target_uses_what_was_measured(pipe, whole, monkeypatch):
     report, folder = whole
     measured = []
