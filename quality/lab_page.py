@@ -137,6 +137,8 @@ def _drift(report: Json) -> str:
     four = [s for s in ranked if share_in_4_bits(Policy.from_dict(s["policy"]).numerics) > 0]
     if four and four[0] is not best:
         text += f"; of those in 4 bits {four[0]['name']}, {_off(four[0])}{_close(four[0], four[1:])}"
+    if others and pages.summary_intervals(best)["velocity"] is None:
+        text += "; of a single run, so nothing says how sure that is"
     if broken := [s["name"] for s in _ranked(report) if not math.isfinite(_error(s))]:
         text += f"; {_listed(broken)} gave NaN or infinity"
     return text + "."
@@ -162,8 +164,8 @@ def _off(section: Json) -> str:
 def _close(best: Json, others: Sequence[Json]) -> str:
     """Which others may be as good: those whose intervals meet the best one's."""
     mine = pages.summary_intervals(best)["velocity"]
-    if mine is None or not others:
-        return "" if mine else " (a single run, so nothing says how sure that is)"
+    if mine is None:
+        return ""
     near = []
     for section in others:
         one = pages.summary_intervals(section)["velocity"]
