@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from wanfp4.processors.session import Call
 from wanfp4.quality.aggregate import Json, number
 from wanfp4.quality.intervals import interval
 from wanfp4.quality.metrics import from_sums, spread
-from wanfp4.quality.shadow import Place, query_blocks
+from wanfp4.quality.shadow import Place, elements, error_sums, query_blocks
 
 BASE = "as it is"
 NONE = "Nothing was rounded in the sampled calls, so there is no error to attribute."
@@ -171,54 +171,71 @@ _CAUSES = {
 
 @dataclass(frozen=True)
 class Attributed:
-    """One call: relative L2 of every one of `NAMES`; NaN where a variant does not apply to `numerics`."""
+    """One call: relative L2 of every one of `NAMES`.
+
+    None where a variant does not apply to `numerics`; NaN where its result, or the exact one, holds NaN or infinity.
+    """
 
     place: Place
     numerics: Numerics
-    rel_l2: dict[str, float]
+    rel_l2: dict[str, float | None]
 
 
 @torch.no_grad()
 def attribute(call: Call, *, blocks: int = BLOCKS) -> Attributed:
-    """Errors of a call's numerics and of all variants, for the queries of `blocks` evenly spaced 128-token blocks."""
+    """Errors of a call's numerics and of all variants, for the queries of `blocks` evenly spaced 128-token blocks.
+
+    Memory: float32 copies and roundings of some heads at a time, as many as `shadow.elements` allows, one at least. Of
+    all heads only for numerics with a `global_scale`, which spans them.
+    """
+    tried = {variant.name: variant.numerics for variant in variants(call.numerics)}
+    # Variants that agree are computed once.
+    every = dict.fromkeys(n for n in (call.numerics, *tried.values()) if n is not None)
     index = torch.tensor(query_blocks(call.q.shape[1], blocks), device=call.q.device)
-    q, k, v = call.q.index_select(1, index).float(), call.k.float(), call.v.float()
+    batch, keys, heads, width = call.k.shape
+    step = max(1, elements(call.k.device) // (batch * max(keys * width, len(index) * keys)))
+    groups = [slice(start, start + step) for start in range(0, heads, step)]
+    with torch.autocast(call.q.device.type, enabled=False):
+        errors = {
+            **_errors(call, index, groups, [n for n in every if not n.global_scale]),
+            **_errors(call, index, [slice(heads)], [n for n in every if n.global_scale]),
+        }
+    found = {name: None if n is None else errors[n] for name, n in tried.items()}
     place = Place(call.expert, call.site.blocks, call.site.layer, call.step or 0, call.branch)
-    with torch.autocast(q.device.type, enabled=False):
+    return Attributed(place, call.numerics, {BASE: errors[call.numerics], **found})
+
+
+def _errors(call: Call, index: Tensor, groups: Iterable[slice], tried: Sequence[Numerics]) -> dict[Numerics, float]:
+    """Relative L2 of each numerics over all heads, from sums over groups of them."""
+    if not tried:
+        return {}
+    rows = call.q.index_select(1, index)
+    sums: dict[Numerics, Tensor] = {}
+    for heads in groups:
+        q, k, v = (t[:, :, heads].float() for t in (rows, call.k, call.v))
         exact = _attention(q, k, v, EXACT)
-        errors = {BASE: _rel_l2(_attention(q, k, v, call.numerics), exact)}
-        # Variants that agree are computed once.
-        known: dict[Numerics, float] = {call.numerics: errors[BASE]}
-        for variant in variants(call.numerics):
-            n = variant.numerics
-            if n is not None and n not in known:
-                known[n] = _rel_l2(_attention(q, k, v, n), exact)
-            errors[variant.name] = math.nan if n is None else known[n]
-    return Attributed(place, call.numerics, errors)
+        for n in tried:
+            here = error_sums(_attention(q, k, v, n), exact).sum(1)
+            sums[n] = sums[n] + here if n in sums else here
+    return {n: float(from_sums(*total.to("cpu", torch.float64))[1]) for n, total in sums.items()}
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, numerics: Numerics) -> Tensor:
     return reference.attention(q, k, v, numerics, scale=1 / math.sqrt(q.shape[-1])).out
 
 
-def _rel_l2(a: Tensor, b: Tensor) -> float:
-    total = torch.zeros(4, dtype=torch.float64)
-    for head in range(b.shape[2]):  # float64 copies of one head at a time
-        x, y = (t[:, :, head].to("cpu", torch.float64) for t in (a, b))
-        total += torch.stack([(x * y).sum(), (x * x).sum(), (y * y).sum(), (x - y).square().sum()])
-    return float(from_sums(*total)[1])
-
-
 def summarise(runs: Sequence[Sequence[Attributed]], prompts: Sequence[int]) -> Json:
     """The attribution section of a map: `runs` as recorded, `prompts` the prompt of each.
 
-    Errors are medians over calls. A change is the median over a run's calls of error / error as it is − 1, with its
-    interval over runs. Variants that apply to no call are in `not_applicable` only, with the reason for each numerics.
+    Errors are medians over calls: NaN where one of them is, None where the variant applies to none. A change is the
+    median over a run's calls of error / error as it is − 1, with its interval over runs. Variants that apply to no call
+    are in `not_applicable` only, with the reason for each numerics.
     """
     calls = [call for run in runs for call in run]
     if not calls:
         return {
             "calls": 0,
+            "broken": {},
             "names": [],
             "overall": {},
             "layers": [],
@@ -226,17 +243,17 @@ def summarise(runs: Sequence[Sequence[Attributed]], prompts: Sequence[int]) -> J
             "not_applicable": [],
             "sentence": NONE,
         }
-    names = [n for n in NAMES if any(not math.isnan(call.rel_l2[n]) for call in calls)]
+    names = [n for n in NAMES if any(call.rel_l2[n] is not None for call in calls)]
     overall: Json = {}
     for name in names:
         per_run = [_change(run, name) for run in runs]
         used = [(p, c) for p, c in zip(prompts, per_run, strict=True) if c is not None]
         change = interval([c for _, c in used], [p for p, _ in used])
-        overall[name] = {"rel_l2": number(_median(calls, name)), "change": change.to_dict()}
+        overall[name] = {"rel_l2": _median(calls, name), "change": change.to_dict()}
     layers = []
     for where in dict.fromkeys(call.place[:3] for call in calls):
         here = [call for call in calls if call.place[:3] == where]
-        errors = {name: number(_median(here, name)) for name in names}
+        errors = {name: _median(here, name) for name in names}
         layers.append({"expert": where[0], "blocks": where[1], "layer": where[2], "calls": len(here), "rel_l2": errors})
     notes: list[Json] = []
     missing: list[Json] = []
@@ -245,19 +262,21 @@ def summarise(runs: Sequence[Sequence[Attributed]], prompts: Sequence[int]) -> J
             if variant.note:
                 said = {"name": variant.name, "numerics": numerics.label, "note": variant.note}
                 (missing if variant.numerics is None else notes).append(said)
+    broken = {name: sum(math.isnan(error) for error in _known(calls, name)) for name in names}
     return {
         "calls": len(calls),
+        "broken": {name: count for name, count in broken.items() if count},
         "names": names,
         "overall": overall,
         "layers": layers,
         "notes": notes,
         "not_applicable": missing,
-        "sentence": sentence(overall),
+        "sentence": sentence(overall, broken.get(BASE, 0), len(calls)),
     }
 
 
-def sentence(overall: Mapping[str, Any]) -> str:
-    """Which lever helps most and which part makes most of the error, in words."""
+def sentence(overall: Mapping[str, Any], broken: int = 0, calls: int = 0) -> str:
+    """Which lever helps most and which part makes most of the error, in words; of `calls`, how many are `broken`."""
 
     def left(name: str) -> float:
         return float(overall[name]["rel_l2"])
@@ -265,8 +284,16 @@ def sentence(overall: Mapping[str, Any]) -> str:
     def change(name: str) -> float:
         return float(overall[name]["change"]["median"])
 
-    levers = [name for name in LEVERS if name in overall]
-    parts = [name for name in PARTS if name in overall]
+    bad = [name for name in overall if name != BASE and math.isnan(left(name))]
+    if broken:
+        whole = [name for name in overall if name != BASE and name not in bad]
+        healed = f" (with {_listed(whole)} in none)" if whole else ""
+        return (
+            f"In {broken} of {calls} sampled calls the result holds NaN or infinity{healed}, so there is no median error "
+            "to attribute."
+        )
+    levers = [name for name in LEVERS if name in overall and name not in bad]
+    parts = [name for name in PARTS if name in overall and name not in bad]
     said = []
     if levers:
         lever = min(levers, key=change)
@@ -290,22 +317,35 @@ def sentence(overall: Mapping[str, Any]) -> str:
         said.append(
             f"the largest part of the error comes from {_CAUSES[part]}: without it {left(part):.3g} would be left"
         )
-    return "; ".join(said) + "." if said else NONE
+    if bad:
+        said.append(f"with {_listed(bad)} some calls give NaN or infinity")
+    text = "; ".join(said)
+    return f"{text[0].upper()}{text[1:]}." if said else NONE
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def _percent(share: float | str) -> str:
     return f"{100 * float(share):+.1f}\u00a0%".replace("-", "\u2212")
 
 
-def _median(calls: Sequence[Attributed], name: str) -> float:
-    values = [call.rel_l2[name] for call in calls if not math.isnan(call.rel_l2[name])]
-    return spread(values)["median"]
+def _known(calls: Sequence[Attributed], name: str) -> list[float]:
+    """Errors of the calls that a variant applies to."""
+    return [error for call in calls if (error := call.rel_l2[name]) is not None]
+
+
+def _median(calls: Sequence[Attributed], name: str) -> float | str | None:
+    values = _known(calls, name)
+    return number(spread(values)["median"]) if values else None
 
 
 def _change(run: Sequence[Attributed], name: str) -> float | None:
-    ratios = [
-        call.rel_l2[name] / call.rel_l2[BASE] - 1 if call.rel_l2[BASE] else 0.0
-        for call in run
-        if not math.isnan(call.rel_l2[name])
-    ]
+    ratios = []
+    for call in run:
+        error, base = call.rel_l2[name], call.rel_l2[BASE]
+        if error is not None and base is not None:
+            # Nothing to change where nothing is wrong; but NaN stays NaN.
+            ratios.append(error / base - 1 if base else 0.0 * error)
     return spread(ratios)["median"] if ratios else None

@@ -127,7 +127,7 @@ class Shadow:
         with torch.autocast(device.type, enabled=False):
             sample = _sample(call, own, self.rows, copy=call.k.nbytes + call.v.nbytes < _PENDING_BYTES)
             place = Place(call.expert, call.site.blocks, call.site.layer, call.step or 0, call.branch)
-            sums = _error_sums(call.out, own)
+            sums = error_sums(call.out, own)
             self._pending.append(_Pending(place, call.sigma, call.ran.name, len(call.q), sums, sample))
             self._bytes += sum(t.nbytes for t in (sample.q, sample.k, sample.v))
         if self._bytes >= _PENDING_BYTES:
@@ -162,6 +162,11 @@ def spaced(count: int, of: int) -> list[int]:
     return [round(i * (of - 1) / max(count - 1, 1)) for i in range(count)]
 
 
+def elements(device: torch.device) -> int:
+    """How many elements a temporary may have: heads are evaluated together as far as they fit."""
+    return _CPU_ELEMENTS if device.type == "cpu" else _ELEMENTS
+
+
 def query_blocks(tokens: int, blocks: int) -> list[int]:
     """Tokens of at most `blocks` evenly spaced blocks of 128: Q smoothing and token-block formats need whole ones."""
     tile = reference.TILE
@@ -169,7 +174,7 @@ def query_blocks(tokens: int, blocks: int) -> list[int]:
     return [token for b in chosen for token in range(b * tile, min((b + 1) * tile, tokens))]
 
 
-def _error_sums(out: Tensor, own: Tensor) -> Tensor:
+def error_sums(out: Tensor, own: Tensor) -> Tensor:
     """[4, H] float64 sums over batch and tokens of out, own [B, S, H, D]: ⟨a, b⟩, ‖a‖², ‖b‖², ‖a − b‖²."""
     batch, tokens, heads, width = own.shape
     precise = torch.float32 if own.device.type == "mps" else torch.float64  # MPS has no float64
@@ -227,7 +232,7 @@ def _statistics(samples: Sequence[_Sample], rows: int) -> list[dict[str, Tensor]
     ]
     q, k = parts[:2]
     index = _indices(first.tokens, rows, q.device)[1]
-    limit = _CPU_ELEMENTS if q.device.type == "cpu" else _ELEMENTS
+    limit = elements(q.device)
     rounded = (q.shape[1] + min(k.shape[1], KEY_TILES * reference.TILE)) * q.shape[2]
     step = max(1, limit // max(len(index) * k.shape[1], k.shape[1] * k.shape[2], rounded))
     chunks = []

@@ -200,6 +200,27 @@ def test_the_page_escapes_what_it_shows(data, page):
     assert "".join(page.texts["dd"]).count('a <script>alert("1")</script>') == 1
 
 
+def test_a_broken_attribution_shows_nan_and_no_change(data):
+    """And what does not apply to a layer is a dash, not NaN."""
+    applied = data["attribution"]["names"]
+    broken = {"rel_l2": "NaN", "change": {"median": "NaN", "low": "NaN", "high": "NaN", "runs": 2, "level": 0.95}}
+    layers = [{**one, "rel_l2": {n: None if n == applied[1] else "NaN" for n in applied}}
+              for one in data["attribution"]["layers"]]  # fmt: skip
+    overall = data["attribution"]["overall"] | {applied[0]: broken, applied[2]: broken}
+    changed = {**data, "attribution": {**data["attribution"], "overall": overall, "layers": layers}}
+    html = map_html(changed)
+    assert not re.search(r"nan", re.sub(r"<script.*?</script>", "", html, flags=re.DOTALL))
+    rows = Page(html).rows
+    heading = next(row for row in rows if row[1:] == applied)
+    at = rows.index(heading)
+    assert rows[at + 1][1] == rows[at + 1][3] == "NaN"
+    assert "%" in rows[at + 1][4]
+    assert rows[at + 2][1:4] == ["NaN", "–", "NaN"]
+    text = map_markdown(changed)
+    assert "| all | NaN | " in text
+    assert not re.search(r"\bnan\b", text)
+
+
 def test_every_map_is_a_table_with_headings_for_all(data, page):
     tables = {t["id"]: t for t in page.all("table") if "id" in t}
     assert set(tables) == {"steps", "heads"}
