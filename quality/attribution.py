@@ -289,8 +289,8 @@ def sentence(overall: Mapping[str, Any], broken: int = 0, calls: int = 0) -> str
         whole = [name for name in overall if name != BASE and name not in bad]
         healed = f" (with {_listed(whole)} in none)" if whole else ""
         return (
-            f"In {broken} of {calls} sampled calls the result holds NaN or infinity{healed}, so there is no median error "
-            "to attribute."
+            f"In {broken} of {calls} sampled calls the result holds NaN or infinity{healed}, so there is no median "
+            "error to attribute."
         )
     levers = [name for name in LEVERS if name in overall and name not in bad]
     parts = [name for name in PARTS if name in overall and name not in bad]
