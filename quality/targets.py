@@ -51,8 +51,9 @@ def check_targets(budget: Mapping[str, float], shares: Sequence[float]) -> tuple
         raise SettingsError(f"a budget must be above 0, not {low.limit:g} for {low.kind}: only BF16 has none")
     if not targets:
         raise SettingsError("a search needs a target: a budget, as velocity=0.3, or a share of attention in 4 bits")
-    if twice := next((t.label for t in targets if targets.count(t) > 1), None):
-        raise SettingsError(f"target {twice} is given more than once")
+    labels = [target.label for target in targets]
+    if twice := next((label for label in labels if labels.count(label) > 1), None):
+        raise SettingsError(f"target {twice} is given more than once; targets are told apart by six digits")
     return tuple(targets)
 
 

@@ -278,6 +278,7 @@ def test_targets():
         ({}, [0], "above 0 and at most 1"),
         ({}, [1.5], "above 0 and at most 1"),
         ({}, [0.8, 0.8], "share-0.8 is given more than once"),
+        ({}, [0.8, 0.80000001], "share-0.8 is given more than once"),
         ({"psnr": 20.0}, [], "a search can aim at velocity and velocity-mean"),
         ({"speed": 1.0}, [], "no budget metric 'speed'"),
         ({"velocity": 0.0}, [], "must be above 0"),
