@@ -54,11 +54,11 @@ class Config:
     tma: bool = True
 
 
-# The first is what runs; kernels/bench/attention.py times all. They are chosen once, not by timing at run time, so that
-# two runs give the same bytes. Where the running maximum counts, a tile is the 128 keys of the contract. Those of 64
-# queries are for two programs on a multiprocessor at a time, one computing products and the other codes: 113 KiB each.
-_DIRECT = (
-    Config(64, 64, 4, 3),
+# The first is what runs; kernels/bench/attention.py times all. They are chosen once, not by timing at run time, so
+# that two runs give the same bytes. Where the running maximum counts, a tile is the 128 keys of the contract, and so
+# it is in what runs where P's range makes rows rise from tile to tile. Those of 64 queries are for two programs on a
+# multiprocessor at a time, one computing products and the other codes: 113 KiB each.
+_RANGED = (
     Config(128, 128, 8, 3),
     Config(128, 128, 8, 2),
     Config(128, 64, 8, 2),
@@ -66,6 +66,7 @@ _DIRECT = (
     Config(64, 64, 4, 2),
     Config(128, 128, 8, 3, tma=False),
 )
+_DIRECT = (Config(64, 64, 4, 3), *_RANGED)
 _ROWMAX = (
     Config(128, 128, 8, 3),
     Config(128, 128, 8, 2),
@@ -83,7 +84,9 @@ def configs(numerics: Numerics, capability: tuple[int, int] = (9, 0)) -> tuple[C
     """What the forward kernel of these numerics may be launched with, the default first."""
     if capability[0] not in (9, 10):
         return _SMALL_ROWMAX if numerics.row_reference == "rowmax" else _SMALL_DIRECT
-    return _ROWMAX if numerics.row_reference == "rowmax" else _DIRECT
+    if numerics.row_reference == "rowmax":
+        return _ROWMAX
+    return _RANGED if numerics.p in ("fp8", "fp8-direct") else _DIRECT
 
 
 # Who takes what
