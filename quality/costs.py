@@ -42,7 +42,7 @@ _BITS = {
     "mxfp4-direct": 4,
 }
 BENCH_KIND = BENCH.kind
-BASELINES = ("sdpa cudnn", "sdpa", "bf16", "own")
+BASELINES = ("sdpa cudnn", "sdpa", "bf16")
 
 
 def product_bits(numerics: Numerics) -> tuple[int, int]:

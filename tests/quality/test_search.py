@@ -253,7 +253,7 @@ def test_measured_costs_are_of_the_nearest_shape_and_the_named_backend(tmp_path)
     [
         ({"kind": "other"}, "wan-fast", "its kind is 'other'"),
         ({"attention": []}, "wan-fast", "no times of attention"),
-        ({"attention": [{"tokens": 9, "heads": 1, "times": {"own": {"error": ""}}}]}, "wan-fast", "no time of BF16"),
+        ({"attention": [{"tokens": 9, "heads": 1, "times": {"own": {"median": 1.0}}}]}, "wan-fast", "no time of BF16"),
         ({}, "nvfp4", "has no time of 'nvfp4'; it has wan-fast, wan-fast / triton, sdpa"),
         ({"attention": 3}, "wan-fast", "cannot read times"),
     ],
