@@ -40,17 +40,17 @@ def typical(values: list[float]) -> float:
 def figures(steps: int) -> list[Figure]:
     """The figures of runs of `steps` steps, in the order that tables show."""
     checkpoints = [
-        Figure(f"latent_{at}", f"latent after step {at}", _latent_after(at), _distance)
+        Figure(f"latent_{at}", f"latent after step {at}", _latent_after(at), in_squares)
         for at in CHECKPOINTS
         if at < steps
     ]
     return [
-        Figure("velocity", "velocity, median step", lambda run: typical(_velocity(run)), _distance),
-        Figure("velocity_mean", "velocity, mean of steps", lambda run: statistics.fmean(_velocity(run)), _distance),
-        Figure("velocity_worst", "velocity, each run's worst step", lambda run: _largest(_velocity(run)), _distance),
+        Figure("velocity", "velocity, median step", lambda run: typical(_velocity(run)), in_squares),
+        Figure("velocity_mean", "velocity, mean of steps", lambda run: statistics.fmean(_velocity(run)), in_squares),
+        Figure("velocity_worst", "velocity, each run's worst step", lambda run: _largest(_velocity(run)), in_squares),
         *checkpoints,
-        Figure("latent_last", "latent after the last step", _latent_after(0), _distance),
-        Figure("latent_frame", "latent, each run's worst frame", _worst_frame, _distance),
+        Figure("latent_last", "latent after the last step", _latent_after(0), in_squares),
+        Figure("latent_frame", "latent, each run's worst frame", _worst_frame, in_squares),
         Figure("psnr", "PSNR, dB", _of_clip("psnr"), _psnr_floor),
         Figure("ssim", "SSIM", _of_clip("ssim"), lambda policy, floor: 1 - floor),
         Figure("flicker_ratio", "flicker ratio", _of_clip("flicker_ratio"), lambda policy, floor: abs(1 - floor)),
@@ -78,9 +78,9 @@ def _of_clip(name: str) -> Callable[[Run], float]:
     return lambda run: float(run["frames"][name]) if run["frames"] else math.nan
 
 
-def _distance(policy: float, floor: float) -> float:
-    # Errors that have nothing to do with each other add in squares, as in a search. The hypotenuse of infinity and NaN
-    # is infinity: their difference is NaN all the same.
+def in_squares(policy: float, floor: float) -> float:
+    """What an error of `floor` adds to a distance when the two have nothing to do with each other."""
+    # The hypotenuse of infinity and NaN is infinity: their difference is NaN all the same.
     return math.hypot(policy, floor) - policy
 
 

@@ -12,6 +12,7 @@ from wanfp4.policy import Policy, get_policy
 from wanfp4.quality.aggregate import Json, number, numbers
 from wanfp4.quality.cells import Assignment, Grid, Sensitivities, bins_of, metric
 from wanfp4.quality.drift import FLOOR_BACKEND
+from wanfp4.quality.figures import in_squares
 from wanfp4.quality.intervals import compare, interval
 from wanfp4.quality.runs import Pair, Runs
 from wanfp4.quality.targets import SHARE, Target
@@ -128,9 +129,8 @@ class Rivals:
         floor = float(result["baselines"][0]["velocity_mean"]["median"])
         for row in result["baselines"]:
             mine, other = ([float(v) for v in r["runs"]["velocity_mean"]] for r in (searched, row))
-            # Another kernel adds its own error in squares, as cells do: that much it changes the smaller figure.
             smaller = min(float(r["velocity_mean"]["median"]) for r in (searched, row))
-            judged = compare(mine, other, self.prompts, floor=math.hypot(smaller, floor) - smaller)
+            judged = compare(mine, other, self.prompts, floor=in_squares(smaller, floor))
             a, b = searched["velocity_mean"], row["velocity_mean"]
             known = all(math.isfinite(float(x[k])) for x in (a, b) for k in ("low", "high"))
             apart = known and (float(a["high"]) < float(b["low"]) or float(b["high"]) < float(a["low"]))
