@@ -235,8 +235,8 @@ def several_prompts(prompt: list[str] | None, prompts: Path | None) -> list[str]
     return [text.strip() for text in prompt or []]
 
 
-def several_seeds(text: str | None) -> list[int]:
-    """Seeds as 0,1,2; the default ones for None. Raises SettingsError."""
+def several_seeds(text: str | None, option: str = "--seeds") -> list[int]:
+    """Seeds as 0,1,2; the default ones for None. Raises SettingsError, which names the `option`."""
     from wanfp4.quality.plan import DEFAULT_SEEDS
 
     if text is None:
@@ -244,7 +244,7 @@ def several_seeds(text: str | None) -> list[int]:
     try:
         return [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
-        raise SettingsError(f"--seeds must be whole numbers separated by commas, as 0,1,2; not {text!r}") from None
+        raise SettingsError(f"{option} must be whole numbers separated by commas, as 0,1,2; not {text!r}") from None
 
 
 def refuse_finished(listing: Path, what: str, force: bool) -> None:

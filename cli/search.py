@@ -143,7 +143,7 @@ def search(
     aims.check_counts(bins=bins, rounds=rounds, checks=checks)
     groups_of(job.info.experts[0].layers, groups)
     others = common.several_prompts(None, verify_prompts)
-    other_seeds = None if verify_seeds is None else common.several_seeds(verify_seeds)
+    other_seeds = None if verify_seeds is None else common.several_seeds(verify_seeds, "--verify-seeds")
     aims.check_held_out(plan.prompts, plan.seeds, others, other_seeds)
     if times is not None:
         measured(plan.policies, times, backend, job.info.tokens(plan.settings))
