@@ -337,7 +337,7 @@ def _weighted(p: Tensor, v: Tensor) -> Tensor:
     if parts < 2:
         return p @ v
     whole = p.shape[-1] // parts * parts
-    split = p[..., :whole].unflatten(-1, (parts, -1)).transpose(1, 2) @ v[:, :whole].unflatten(1, (parts, -1))
+    split: Tensor = p[..., :whole].unflatten(-1, (parts, -1)).transpose(1, 2) @ v[:, :whole].unflatten(1, (parts, -1))
     return split.sum(1) + p[..., whole:] @ v[:, whole:]
 
 
