@@ -35,10 +35,13 @@ demo: $(STAMP) ## generate PROMPT with wan-fast and with BF16, and write a drift
 	@echo "  $(OUT)/bf16.mp4             the same noise with the pipeline's own attention"
 	@echo "  $(OUT)/drift/report.html    what 4-bit attention cost, step by step; opens offline"
 
-# The runs of the lab's drift report and map: few, so its intervals are hints, as the page says.
+# The runs of the lab's drift report and map. Six prompts tell more than three with two seeds, at the same cost.
 LAB_RUNS := --prompt "a red circle moving right on a white background" \
 	--prompt "a yellow star moving up on a black background" \
-	--prompt "a green square moving left on a black background" --seeds 0,1 --steps 10
+	--prompt "a green square moving left on a black background" \
+	--prompt "a blue triangle moving down on a white background" \
+	--prompt "a cyan star moving right and a red circle moving left on a white background" \
+	--prompt "a purple cross moving up and an orange square moving down on a black background" --seeds 0 --steps 10
 LAB_POLICIES := wan-fast wan-two-piece nvfp4 fp8-direct
 comma := ,
 empty :=
