@@ -15,13 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from wanfp4.quality.aggregate import Json, number
+from wanfp4.quality.medians import medians
 
 LEVEL = 0.95
 RESAMPLES = 2000
 # Where nothing differs, n figures all lie on one side with probability 2^(1−n): from here on below 5 %.
 ENOUGH = 6
-
-Floats = npt.NDArray[np.float64]
 
 INSIDE_FLOOR = "inside the noise floor"
 NOT_TOLD_APART = "not told apart by these runs"
@@ -90,21 +89,21 @@ def intervals(
     if not 0 < level < 1:
         raise ValueError(f"level must be between 0 and 1, not {level}")
     runs = len(table)
-    median = _medians(table)
+    middle = medians(table)
     if prompts is not None and len(prompts) != runs:
         raise ValueError(f"{runs} runs need as many prompts; found {len(prompts)}")
     if runs == 1:
-        return [Interval(float(m), math.nan, math.nan, 1, level) for m in median]
+        return [Interval(float(m), math.nan, math.nan, 1, level) for m in middle]
     draws = _draws(_numbered([0] * runs if prompts is None else prompts), seed)
     low, high = np.empty(table.shape[1]), np.empty(table.shape[1])
     for i, column in enumerate(table.T):
         # Not the interpolated quantile: between infinities it would be NaN.
         low[i], high[i] = np.quantile(
-            _medians(column[draws].T), [(1 - level) / 2, (1 + level) / 2], method="inverted_cdf"
+            medians(column[draws].T), [(1 - level) / 2, (1 + level) / 2], method="inverted_cdf"
         )
-    bad = np.isnan(median)
+    bad = np.isnan(middle)
     low[bad] = high[bad] = math.nan
-    return [Interval(float(m), float(a), float(b), runs, level) for m, a, b in zip(median, low, high, strict=True)]
+    return [Interval(float(m), float(a), float(b), runs, level) for m, a, b in zip(middle, low, high, strict=True)]
 
 
 def compare(
@@ -154,14 +153,6 @@ def few(prompts: Sequence[Hashable]) -> str | None:
             f"{', however many seeds there are' if several else ''}. Take the verdicts as hints."
         )
     return " ".join(said) or None
-
-
-def _medians(columns: Floats) -> Floats:
-    """Median over the first axis; the mean of the middle two, but without a warning for two infinities."""
-    ordered = np.sort(columns, axis=0)
-    below, above = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
-    middle = np.where(below == above, below, below / 2 + above / 2)
-    return np.where(np.isnan(ordered[-1]), math.nan, middle)  # NaN sorts last
 
 
 def _numbered(prompts: Sequence[Hashable]) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from wanfp4.quality.aggregate import Json
 from wanfp4.quality.attribution import BASE
+from wanfp4.quality.medians import badness, median
 from wanfp4.quality.pages import cosine, environment, figure, percent, ratio
 from wanfp4.quality.shadow import FIGURES
 
@@ -122,7 +123,7 @@ def readings(data: Json) -> list[str]:
         said = [some] if error["median"] == "NaN" else [some, *said]
     layers = [one for one in s["layers"] if "rel_l2" in one]
     if len(layers) > 1:
-        ordered = sorted(layers, key=lambda one: _worse(one["rel_l2"]["median"]))
+        ordered = sorted(layers, key=lambda one: badness(one["rel_l2"]["median"]))
         best, worst = ordered[0], ordered[-1]
         said.append(
             f"By layer it goes from {value('rel_l2', best['rel_l2']['median'])} ({_layer(best, data)}) to "
@@ -161,10 +162,6 @@ def context(data: Json) -> Json:
 def _layer(one: Mapping[str, Any], data: Json) -> str:
     name = f"layer {one['layer']}" if one["blocks"] == "blocks" else f"{one['blocks']} {one['layer']}"
     return name if len({cell[0] for cell in data["cells"]}) == 1 else f"{one['expert']} {name}"
-
-
-def _worse(x: float | str) -> float:
-    return math.inf if math.isnan(float(x)) else float(x)
 
 
 def grids_of(data: Json) -> Json:
@@ -209,7 +206,7 @@ def worst_branch(data: Json) -> str:
     for i, (*_, branch) in enumerate(data["cells"]):
         by_branch.setdefault(branch, []).append(i)
     errors = {branch: _medians([[middle[i]] for i in _counted(data, of)])[0] for branch, of in by_branch.items()}
-    return max(errors, key=lambda branch: -1.0 if (error := errors[branch]) is None else _worse(error))
+    return max(errors, key=lambda branch: -1.0 if (error := errors[branch]) is None else badness(error))
 
 
 def _of_heads(data: Json, name: str) -> list[list[str]]:
@@ -229,14 +226,8 @@ def _counted(data: Json, cells: Sequence[int]) -> Sequence[int]:
 
 def _medians(rows: Sequence[Sequence[Any]]) -> list[float | None]:
     """Medians of columns; None where no row has a figure, NaN where one of them is NaN."""
-    out: list[float | None] = []
-    for column in zip(*rows, strict=True):
-        known = sorted(float(v) for v in column if v is not None)
-        if any(math.isnan(v) for v in known):
-            out.append(math.nan)
-        else:
-            out.append((known[(len(known) - 1) // 2] + known[len(known) // 2]) / 2 if known else None)
-    return out
+    known = ([float(v) for v in column if v is not None] for column in zip(*rows, strict=True))
+    return [median(column) if column else None for column in known]
 
 
 def shade(text: str, table: Sequence[Sequence[str]], name: str) -> str:

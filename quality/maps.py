@@ -32,6 +32,7 @@ from wanfp4.quality.files import output_folder, writable_folder, write
 from wanfp4.quality.intervals import intervals
 from wanfp4.quality.jobs import attention_of, header, log_above_bar, quiet, said_once, weights_digest
 from wanfp4.quality.map_pages import map_html, map_markdown
+from wanfp4.quality.medians import median, medians
 from wanfp4.quality.plan import DEFAULT_SEEDS, Plan, check_call, make_plan
 from wanfp4.quality.record import Seen, watching
 from wanfp4.quality.report import json_text, steps_of
@@ -205,7 +206,7 @@ class AttentionMap:
             if not runs:
                 return {}
             # A NaN among a run's cells makes its median NaN: a broken call must be seen.
-            typical = [[float(np.median(t[i, reached[i] & cells])) for t in tables.values()] for i in runs]
+            typical = [[median(t[i, reached[i] & cells]) for t in tables.values()] for i in runs]
             spread = intervals(typical, [self.prompts[i] for i in runs])
             return {name: one.to_dict() for name, one in zip(tables, spread, strict=True)}
 
@@ -388,5 +389,5 @@ def _medians(table: Floats, reached: npt.NDArray[np.bool_]) -> Floats:
     """Median over those runs that reached a cell, of table [runs, cells, …]; NaN where one of them is."""
     out = np.empty(table.shape[1:])
     for i, runs in enumerate(reached.T):
-        out[i] = np.median(table[runs, i], axis=0)
+        out[i] = medians(table[runs, i])
     return out

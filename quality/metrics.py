@@ -21,6 +21,8 @@ import torch
 from skimage.metrics import structural_similarity
 from torch import Tensor
 
+from wanfp4.quality.medians import median
+
 Clip = npt.NDArray[np.uint8]
 
 # The defaults of ffmpeg's `blackdetect` filter: 98 % of the pixels at or below 10 % luma.
@@ -137,11 +139,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     array = np.asarray(values, dtype=np.float64)
     if array.size == 0 or np.isnan(array).any():
         return {"median": math.nan, "min": math.nan, "max": math.nan}
-    ordered = np.sort(array)
-    # Not np.median: the mean of two infinities is fine, but numpy warns on the way to it.
-    middle = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
-    median = middle[0] if middle[0] == middle[1] else (middle[0] + middle[1]) / 2
-    return {"median": float(median), "min": float(ordered[0]), "max": float(ordered[-1])}
+    return {"median": median(array), "min": float(array.min()), "max": float(array.max())}
 
 
 def _check(clip: Clip, reference: Clip) -> None:
