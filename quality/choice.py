@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
 from wanfp4.errors import SettingsError
 from wanfp4.quality.cells import Assignment, Floats, Sensitivities, finite, metric
-from wanfp4.quality.knapsack import frontier
+from wanfp4.quality.knapsack import Frontier, frontier
 from wanfp4.quality.targets import SHARE, Target
 
 # How often squares are weighted anew; the weight of a range in which BF16 is to gather; beyond so many ranges no start
@@ -17,20 +18,25 @@ REWEIGHTINGS, GATHERED, MOST_STARTS = 20, 100.0, 12
 
 
 class Chooser:
-    """Knapsacks over the cells of `known`."""
+    """Knapsacks over the cells of `known`.
+
+    exact   False when a knapsack of the last choice had so many sums that they were thinned (`Frontier.exact`).
+    """
 
     def __init__(self, known: Sensitivities) -> None:
         self.known = known
+        self.exact = True
 
     def assign(self, target: Target, goal: float) -> Assignment:
         """What the knapsack chooses for a target whose limit is `goal`."""
+        self.exact = True
         grid, weights = self.known.grid, self.known.grid.weights()
         if target.kind == "velocity":  # the worst step decides, so every range of noise levels is on its own
             found = grid.uniform(0)
             damage = self.known.damage(worst=True)
             for b in range(len(grid.bins)):
                 cost = [list(w * np.array([1.0, *grid.costs])) for w in weights[b]]
-                front = frontier(cost, [list(d) for d in damage[b]])
+                front = self._frontier(cost, damage[b])
                 steps = list(grid.bins[b].steps)
                 for point in range(len(front)):
                     found[b] = front.choices(point)
@@ -40,6 +46,11 @@ class Chooser:
         return min(
             (self._descend(target, goal, start) for start in self._starts()), key=lambda c: self._merit(target, c)
         )
+
+    def _frontier(self, cost: Sequence[Sequence[float]], damage: Floats) -> Frontier:
+        found = frontier(cost, [list(d) for d in damage])
+        self.exact &= found.exact
+        return found
 
     def _starts(self) -> list[Floats | None]:
         """Weights [runs, steps] to begin with: none, and those that gather BF16 in one range of noise levels or two."""
@@ -83,7 +94,7 @@ class Chooser:
         grid = self.known.grid
         per_choice = np.array([1.0, *grid.costs]) if target.kind != SHARE else 1 - np.array([0.0, *grid.shares])
         cost = [list(w * per_choice) for w in grid.weights().ravel()]
-        front = frontier(cost, [list(d) for d in self.known.damage(weights).reshape(len(cost), -1)])
+        front = self._frontier(cost, self.known.damage(weights).reshape(len(cost), -1))
         if target.kind == SHARE:
             kept = np.flatnonzero(1 - front.cost >= goal - 1e-9)
             if not len(kept):

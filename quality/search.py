@@ -105,7 +105,7 @@ def search(
               written are not written over without `force`.
 
     Time, in denoising runs: for each prompt and seed of the search 1 + candidates × groups + `checks`; for each to
-    verify 1 + 2 × (policies verified: one or more a target, and four to six baselines).
+    verify 1 + 2 × (policies verified: one or more a target, and from 1 + candidates to 1 + 3 × candidates baselines).
 
     Raises PolicyError, BackendError, SettingsError, ModelError, OutputError.
     """

@@ -170,6 +170,7 @@ class Job:
         best: tuple[float, Assignment, Policy] | None = None
         for number_of in range(1, self.rounds + 1):
             chosen = self.chooser.assign(target, goal)
+            exact = self.chooser.exact
             if chosen.tobytes() in seen or not chosen.any():
                 break
             seen.add(chosen.tobytes())
@@ -186,6 +187,7 @@ class Job:
                 {
                     "round": number_of,
                     "goal": number(goal),
+                    "exact": exact,
                     "predicted": number(predicted),
                     "measured": number(found),
                     "predicted_mean": number(metric(self.known.predict(chosen), "velocity-mean")),

@@ -73,6 +73,8 @@ def reading(result: Mapping[str, Any]) -> str:
     rivals = [one for one in result["baselines"] if one["kind"].startswith("first-last")]
     for one in rivals[:1]:
         text += f"; {one['name']}: {_off(result, one)}, where {versus(one)}"
+    if not all(one.get("exact", True) for one in result["rounds"]):  # a file of an earlier version does not say
+        text += ". There were too many sums of times to keep them all, so a policy a little better may exist"
     return text + "."
 
 

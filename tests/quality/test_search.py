@@ -354,13 +354,13 @@ class Known:
         return np.array([self.measure(policy, backend, pair)["velocity"] for pair in pairs])
 
 
-def solved(known, targets, *, bins=3, checks=4, rounds=4, held_out=3):
+def solved(known, targets, *, bins=3, checks=4, rounds=4, held_out=3, candidates=(FAST, ACCURATE)):
     data = {
         "steps": [{}] * known.count, "targets": [t.label for t in targets], "bins": [], "sensitivities": [],
         "additivity": None, "results": [], "measured": [],
     }  # fmt: skip
     report = SearchReport(data)
-    grid = dataclasses.replace(grid_of(known.count, known.layers), bins=())
+    grid = dataclasses.replace(grid_of(known.count, known.layers, candidates=candidates), bins=())
     pairs, others = [("a", 0), ("b", 0)], [("a", s) for s in range(1, held_out + 1)]
     job = module.Job(known, grid, None, pairs, others, bins, checks, rounds, report)
     job.run(targets)
@@ -468,6 +468,17 @@ def test_a_worst_step_budget_is_told_by_the_figure_that_is_judged():
     assert f"{figure(usual['velocity'])} at the worst step" in search_pages.reading(result)
 
 
+@pytest.mark.parametrize("target", [Target(SHARE, 0.5), Target("velocity", 0.2), Target("velocity-mean", 0.1)])
+def test_a_choice_from_thinned_sums_is_told(monkeypatch, target):
+    _, data = solved(Known(4, 6), [target])
+    assert all(one["exact"] for one in data["results"][0]["rounds"])
+    assert "a little better may exist" not in search_pages.reading(data["results"][0])
+    monkeypatch.setattr(knapsack, "MOST_POINTS", 3)
+    _, data = solved(Known(4, 6), [target])
+    assert not any(one["exact"] for one in data["results"][0]["rounds"])
+    assert "a little better may exist" in search_pages.reading(data["results"][0])
+
+
 def test_no_policy_where_none_keeps_the_budget():
     _, data = solved(Known(3, 4), [Target("velocity", 1e-9)])
     [result] = data["results"]
@@ -517,6 +528,22 @@ def test_baselines_keep_as_many_steps_in_bf16_as_the_share_allows():
     assert result["searched"]["velocity_mean"]["median"] < usual["velocity_mean"]["median"]
     assert usual["against"]["verdict"] == "lower"
     assert usual["against"]["intervals_apart"]
+
+
+@pytest.mark.parametrize("names", [("wan-fast",), ("fp8-direct",), ("wan-fast", "fp8-direct", "nvfp4-fp8")])
+def test_the_number_of_baselines_is_what_the_documentation_says(names):
+    candidates = tuple(get_policy(name) for name in names)
+    counts = set()
+    for seed, fraction in itertools.product(range(3), (0.2, 0.5, 0.9, 1.1)):
+        known = Known(3, 8, seed=seed)
+        half = np.random.default_rng(seed).lognormal(-4, 1, (3, 8))
+        known.table |= {policy.numerics: half for policy in candidates if policy.numerics not in known.table}
+        free = solved(known, [Target("velocity-mean", 9.0)], candidates=candidates, rounds=1)[0]
+        worst = max(metric(free.known.predict(free.grid.uniform(c + 1)), "velocity-mean") for c in range(len(names)))
+        _, data = solved(known, [Target("velocity-mean", fraction * worst)], candidates=candidates)
+        counts.add(len(data["results"][0]["baselines"]))
+    assert min(counts) == 1 + len(names)
+    assert 1 + len(names) < max(counts) <= 1 + 3 * len(names)
 
 
 def test_a_policy_of_all_fast_has_no_first_and_last_steps_beside_it():
