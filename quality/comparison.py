@@ -12,8 +12,9 @@ from typing import Any
 
 from wanfp4.errors import SettingsError
 from wanfp4.quality.aggregate import Json
-from wanfp4.quality.figures import Figure, figures, typical
+from wanfp4.quality.figures import Figure, figures
 from wanfp4.quality.intervals import compare, interval
+from wanfp4.quality.medians import median
 from wanfp4.quality.report import named_files
 from wanfp4.quality.results import DAMAGE, DRIFT, changed_by_hand, listing, read_result, refuse_own
 
@@ -189,11 +190,10 @@ def _compared(
     figure: Figure, a: Sequence[Json], b: Sequence[Json], floors: Sequence[Sequence[Json]], prompts: Sequence[str]
 ) -> Json:
     of_a, of_b = ([figure.of(run) for run in runs] for runs in (a, b))
-    medians = [typical(of_a), typical(of_b)]
+    middle = [median(of_a), median(of_b)]
     # Of both reports' floors the larger: either may be where a figure moved. Not max(), which may pass over a NaN.
     both = [
-        figure.floor(median, typical([figure.of(run) for run in runs]))
-        for median, runs in zip(medians, floors, strict=True)
+        figure.floor(of_policy, median(map(figure.of, runs))) for of_policy, runs in zip(middle, floors, strict=True)
     ]
     floor = math.nan if any(map(math.isnan, both)) else max(both)
     # Equal figures differ by 0, two infinite ones (PSNR of equal clips) too.

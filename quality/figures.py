@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wanfp4.quality.aggregate import CHECKPOINTS
+from wanfp4.quality.medians import median
 
 Run = Mapping[str, Any]
 
@@ -32,11 +33,6 @@ class Figure:
     floor: Callable[[float, float], float]
 
 
-def typical(values: list[float]) -> float:
-    """The median; NaN when one of the values is."""
-    return math.nan if any(math.isnan(v) for v in values) else statistics.median(values)
-
-
 def figures(steps: int) -> list[Figure]:
     """The figures of runs of `steps` steps, in the order that tables show."""
     checkpoints = [
@@ -45,7 +41,7 @@ def figures(steps: int) -> list[Figure]:
         if at < steps
     ]
     return [
-        Figure("velocity", "velocity, median step", lambda run: typical(_velocity(run)), in_squares),
+        Figure("velocity", "velocity, median step", lambda run: median(_velocity(run)), in_squares),
         Figure("velocity_mean", "velocity, mean of steps", lambda run: statistics.fmean(_velocity(run)), in_squares),
         Figure("velocity_worst", "velocity, each run's worst step", lambda run: _largest(_velocity(run)), in_squares),
         *checkpoints,

@@ -14,8 +14,8 @@ from typing import Any
 import jinja2
 
 from wanfp4.quality.aggregate import FRAME_FIGURES, Json
-from wanfp4.quality.figures import typical
 from wanfp4.quality.intervals import INSIDE_FLOOR, intervals
+from wanfp4.quality.medians import median
 from wanfp4.quality.plots import DASHES, SERIES_COLOURS, Curve, step_chart
 
 # Beyond these sums the page links to the files beside it instead of holding them. As base64 they make 5 MB: a page that
@@ -205,7 +205,7 @@ def summary_intervals(section: Json) -> Json:
         velocity, latent = run["teacher_forced"]["velocity"]["rel_l2"], run["free_running"]["latent"]["rel_l2"]
         rows.append(
             [
-                typical([float(v) for v in velocity]),
+                median(map(float, velocity)),
                 *(run["frames"][key] if run["frames"] else "NaN" for key in FRAME_FIGURES),
                 *(latent[at] for at in checkpoints),
             ]
