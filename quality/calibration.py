@@ -37,11 +37,6 @@ class Fit:
         self.data = data
 
     @property
-    def changed(self) -> bool:
-        """False when no change was worth it, and the policy has the base's constants."""
-        return any(stage["kept"] for stage in self.data["stages"])
-
-    @property
     def verdict(self) -> list[str]:
         """What came of it, in sentences."""
         return verdict(self.data)
