@@ -145,7 +145,7 @@ def fit(
     chosen = calibration.check_name(output.stem if name is None else name)
     kept = calibration.check_keep(keep or ())
     for path in files:
-        refuse_inputs(path, [Path(base), folder / "recording.json"])
+        refuse_inputs(path, [Path(base), folder, folder / "recording.json"])
         if path.exists() and not force:
             raise OutputError(f"{str(path)!r} exists; choose another --output, or add --force")
     found = load_recording(folder)

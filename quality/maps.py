@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import logging
 import math
 import time
@@ -21,7 +20,7 @@ import numpy.typing as npt
 from torch import Tensor
 from tqdm import tqdm
 
-from wanfp4.errors import SettingsError, Wanfp4Error
+from wanfp4.errors import SettingsError
 from wanfp4.policy import Policy
 from wanfp4.processors.patch import Patch, patch
 from wanfp4.processors.pipelines import Settings, generate_latents, info_of, shifted
@@ -36,7 +35,7 @@ from wanfp4.quality.medians import median, medians
 from wanfp4.quality.plan import DEFAULT_SEEDS, Plan, check_call, make_plan
 from wanfp4.quality.record import Seen, watching
 from wanfp4.quality.report import json_text, steps_of
-from wanfp4.quality.results import MAP
+from wanfp4.quality.results import MAP, read_result
 from wanfp4.quality.shadow import FIGURES, ROWS, Place, Record, Shadow, spaced
 from wanfp4.quality.suspects import SMALLEST, TOLERATED, Suspect, suspects
 
@@ -141,18 +140,9 @@ class AttentionMap:
 
     @classmethod
     def load(cls, folder: str | Path) -> AttentionMap:
-        """The map in a folder. Raises Wanfp4Error when there is none, or one of another schema."""
-        path = Path(folder) / "map.json"
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise Wanfp4Error(f"cannot read an attention map from {str(folder)!r}: {error}") from None
-        kind, schema = (data.get("kind"), data.get("schema")) if isinstance(data, dict) else (None, None)
-        if (kind, schema) != (KIND, SCHEMA):
-            raise Wanfp4Error(
-                f"{path} has kind {kind!r} and schema {schema!r}; needed are {KIND!r} and schema {SCHEMA}"
-            )
-        data.pop("summary")
+        """The map in a folder. Raises SettingsError when there is none, or one of another schema."""
+        data = read_result(folder, MAP)
+        data.pop("summary", None)  # it is made anew
         return cls(data)
 
     def add_run(

@@ -36,12 +36,13 @@ from wanfp4.quality.jobs import attention_of, essence, header, log_above_bar, qu
 from wanfp4.quality.plan import DEFAULT_SEEDS, Plan, check_call, make_plan
 from wanfp4.quality.record import watching
 from wanfp4.quality.report import json_text
+from wanfp4.quality.results import Result, listing, read_result
 from wanfp4.quality.shadow import spaced
 
 log = logging.getLogger("wanfp4")
 
-KIND, SCHEMA = "wanfp4 recording", 1
-MANIFEST = "recording.json"
+RECORDING = Result("recording", "recording.json", "wanfp4 recording", 1, (), "`wanfp4 calibrate record`")
+KIND, SCHEMA, MANIFEST = RECORDING.kind, RECORDING.schema, RECORDING.file
 FIT, HELD_OUT = "fit", "held-out"
 
 ROWS = 64
@@ -153,16 +154,9 @@ def half_of(prompt: int) -> str:
 
 
 def load_recording(folder: str | Path) -> Recording:
-    """The recording in a folder. Raises Wanfp4Error when there is none, or one of another schema."""
-    path = Path(folder) / MANIFEST
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise Wanfp4Error(f"cannot read a recording from {str(folder)!r}: {error}") from None
-    kind, schema = (data.get("kind"), data.get("schema")) if isinstance(data, dict) else (None, None)
-    if (kind, schema) != (KIND, SCHEMA):
-        raise Wanfp4Error(f"{path} has kind {kind!r} and schema {schema!r}; needed are {KIND!r} and schema {SCHEMA}")
-    return Recording(Path(folder), data)
+    """The recording in a folder. Raises SettingsError when there is none, or one of another schema."""
+    file = listing(folder, RECORDING)
+    return Recording(file.parent, read_result(file, RECORDING))
 
 
 def picks(layers: int, steps: int, branches: int, heads: int) -> list[Pick]:

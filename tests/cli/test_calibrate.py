@@ -98,7 +98,7 @@ def test_recordings_that_cannot_be_made_are_refused_before_the_model_loads(
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
-        (("nowhere",), 1, "cannot read a recording from 'nowhere'"),
+        (("nowhere",), 2, "needed is a recording's folder or recording.json"),
         (("nowhere", "--base", "sage3"), 2, "smooths Q"),
         (("nowhere", "--base", "bf16"), 2, "nothing to fit"),
         (("nowhere", "-o", "policy.txt"), 2, "must end in .json"),
@@ -109,6 +109,14 @@ def test_recordings_that_cannot_be_made_are_refused_before_the_model_loads(
 )
 def test_fits_that_cannot_be_made_are_refused(refused, args, code, words):
     assert words in refused("calibrate", "fit", *args, code=code)
+
+
+@pytest.mark.parametrize("given", ["r", "r/recording.json"])
+def test_a_recording_is_not_written_over_by_what_is_fitted_to_it(refused, given):
+    Path("r").mkdir()
+    Path("r/recording.json").write_text("{}")
+    assert "which this command reads" in refused("calibrate", "fit", given, "-o", "r/recording.json", "--force")
+    assert Path("r/recording.json").read_text() == "{}"
 
 
 def test_a_policy_that_is_there_is_not_written_over(refused, run, tmp_path):

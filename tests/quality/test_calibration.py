@@ -237,10 +237,11 @@ def test_files_that_do_not_belong_are_refused(pipe, tmp_path):
     (tmp_path / file).write_bytes(b"no tensors")
     with pytest.raises(Wanfp4Error, match="cannot read the recorded run"):
         found.calls(FIT)
-    with pytest.raises(Wanfp4Error, match="cannot read a recording from"):
+    assert load_recording(tmp_path / recording.MANIFEST).folder == load_recording(tmp_path).folder == tmp_path
+    with pytest.raises(SettingsError, match=r"cannot read .*; needed is a recording's folder or recording\.json"):
         load_recording(tmp_path / "nowhere")
     (tmp_path / recording.MANIFEST).write_text('{"kind": "wanfp4 drift report", "schema": 1}')
-    with pytest.raises(Wanfp4Error, match="has kind 'wanfp4 drift report'"):
+    with pytest.raises(SettingsError, match="has kind 'wanfp4 drift report'"):
         load_recording(tmp_path)
 
 

@@ -182,12 +182,15 @@ def test_a_map_is_read_back_as_it_was_written(whole, tmp_path):
     whole.save(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["map.html", "map.json", "map.md"]
     again = AttentionMap.load(tmp_path)
-    assert again.to_dict() == whole.to_dict()
+    assert again.to_dict() == AttentionMap.load(tmp_path / "map.json").to_dict() == whole.to_dict()
     assert json.loads((tmp_path / "map.json").read_text(), parse_constant=pytest.fail) == whole.to_dict()
     (tmp_path / "map.json").write_text('{"kind": "wanfp4 drift report", "schema": 1}')
-    with pytest.raises(Wanfp4Error, match="needed are 'wanfp4 attention map'"):
+    with pytest.raises(SettingsError, match="needed are 'wanfp4 attention map'"):
         AttentionMap.load(tmp_path)
-    with pytest.raises(Wanfp4Error, match="cannot read"):
+    (tmp_path / "map.json").write_text("{")
+    with pytest.raises(SettingsError, match=r"is no JSON file; needed is a map's folder or map\.json"):
+        AttentionMap.load(tmp_path)
+    with pytest.raises(SettingsError, match="cannot read"):
         AttentionMap.load(tmp_path / "nowhere")
 
 
