@@ -284,9 +284,10 @@ def sentence(overall: Mapping[str, Any], broken: int = 0, calls: int = 0) -> str
     def change(name: str) -> float:
         return float(overall[name]["change"]["median"])
 
-    bad = [name for name in overall if name != BASE and math.isnan(left(name))]
+    # Of two infinite errors the change is NaN.
+    bad = [name for name in overall if name != BASE and (math.isnan(left(name)) or math.isnan(change(name)))]
     if broken:
-        whole = [name for name in overall if name != BASE and name not in bad]
+        whole = [name for name in overall if name != BASE and not math.isnan(left(name))]
         healed = f" (with {_listed(whole)} in none)" if whole else ""
         return (
             f"In {broken} of {calls} sampled calls the result holds NaN or infinity{healed}, so there is no median "

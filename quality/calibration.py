@@ -22,7 +22,7 @@ from wanfp4.quality.calibration_bench import Bench, Choice, Errors
 from wanfp4.quality.calibration_pages import fit_markdown, verdict
 from wanfp4.quality.calibration_steps import STEPS, Stage, off_blackwell
 from wanfp4.quality.files import write
-from wanfp4.quality.intervals import Interval, compare, interval
+from wanfp4.quality.intervals import Interval, compare, few, interval
 from wanfp4.quality.recording import FIT, HELD_OUT, Recorded, Recording
 from wanfp4.quality.report import json_text
 
@@ -198,6 +198,7 @@ def _half(base: Errors, fitted: Errors) -> Json:
         "calls": len(base.calls),
         "mean": {"base": number(base.mean), "fitted": number(fitted.mean)},
         **_pair(base.per_run(), fitted.per_run(), base.prompts),
+        "few": few(base.prompts),
         "layers": layers,
     }
 

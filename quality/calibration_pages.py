@@ -28,6 +28,7 @@ def verdict(data: Json) -> list[str]:
     return [
         f"{name} against {base}: relative L2 {_number(held['fitted']['median'])} against "
         f"{_number(held['base']['median'])}, {_change(held['change'])}: {how}.",
+        *([held["few"]] if held["few"] else []),
         "Changed: " + "; ".join(f"{s['title']} {s['before']} → {s['best']}" for s in kept) + ".",
         *missing,
     ]
@@ -56,6 +57,7 @@ def fit_markdown(data: Json) -> str:
     lines += [
         "",
         "The fit half chose the constants, so its figures are too good; the held-out half was read afterwards.",
+        *(f"Of the {name} half: {half['few']}" for name, half in halves.items() if half["few"]),
         "",
         "## What was chosen",
         "",

@@ -35,7 +35,7 @@ PEAKS = (1.0, 16.0, 64.0, 256.0, 1024.0, 2688.0)
 # Shares of the fit half's calls that a guard with a lower limit would take.
 GUARDED_SHARES = (0.25, 0.5, 1.0)
 # A policy has one guard for all its numerics.
-SHARED = "which the base's rules have, too: their calls were not measured"
+SHARED = "the base's rules have it, too, and their calls were not measured"
 
 
 class Stage:
@@ -166,7 +166,7 @@ def _row_reference(stage: Stage) -> None:
         return
     guards = guarding(n, guard)
     if guards and stage.shared:
-        stage.note = f"any other would take the guard's place, {SHARED}"
+        stage.note = f"any other would do without the guard; {SHARED}"
         return
     # What a guard sets is an anchor, and an anchor needs none. One that does nothing here is not this step's matter.
     left = None if guards else guard
@@ -185,7 +185,7 @@ def _guard(stage: Stage) -> None:
         stage.note = "there is none" if guard is None else f"P in {n.p} has nothing to guard"
         return
     if stage.shared:
-        stage.note = f"left as it is, {SHARED}"
+        stage.note = SHARED
         return
     # Without one a model would be unguarded against logits that the recording does not hold, so that is not tried.
     logits = sorted(call.largest for call in stage.bench.calls)

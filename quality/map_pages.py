@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from wanfp4.quality.aggregate import Json
 from wanfp4.quality.attribution import BASE
+from wanfp4.quality.intervals import few
 from wanfp4.quality.medians import badness, median
 from wanfp4.quality.pages import cosine, environment, figure, percent, ratio
 from wanfp4.quality.shadow import FIGURES
@@ -155,6 +156,7 @@ def context(data: Json) -> Json:
         "base": BASE,
         "own": data["attention"],
         "standing_out": [one for one in data["summary"]["suspects"] if one["stands_out"]],
+        "few": few([run["prompt"] for run in data["runs"]]),
         "fallbacks": sum(run["receipt"]["fallbacks"] for run in data["runs"]),
     }
 

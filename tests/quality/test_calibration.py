@@ -468,12 +468,12 @@ def test_a_guard_that_rules_have_too_stays_theirs(base, rule, stays):
         assert found.policy.guard != guard, "an anchor is better on these calls"
     if direct:
         for title in ("row-reference", "guard"):
-            assert ("which the base's rules have, too: their calls were not measured" in stages[title]["note"]) == stays
+            assert ("the base's rules have it, too, and their calls were not" in stages[title]["note"]) == stays
         assert (len(stages["row-reference"]["candidates"]) == 1) == stays
     else:
         assert len(stages["row-reference"]["candidates"]) > 1, "its own row reference has no guard"
     if stays and direct:
-        assert "too: their calls were not measured" in fit_markdown(found.data)
+        assert "too, and their calls were not measured" in fit_markdown(found.data)
 
 
 def test_broken_calls_are_named():
@@ -506,6 +506,24 @@ def test_a_fit_to_part_of_a_recording_says_so_and_a_worse_one_warns():
     assert "The recording is incomplete" in fit_markdown(found.data)
     found.data["halves"][HELD_OUT]["verdict"] = "higher"
     assert found.verdict[0].endswith("HIGHER on held-out prompts: use nvfp4.")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"), [(4, "With 2 prompts the intervals"), (10, "With 5 prompts the intervals"), (12, None)]
+)
+def test_few_prompts_are_told_with_the_verdict(prompts, words):
+    found = fit(InMemory(lambda g: normal(g, k_mean=3.0), prompts=prompts, calls=6), "nvfp4",
+                keep=["row-reference", "row-peak"], progress=False)  # fmt: skip
+    assert found.data["stages"][0]["kept"]
+    told = [line for line in found.verdict if "less than 95 % sure" in line]
+    page = fit_markdown(found.data)
+    if words is None:
+        assert not told
+        assert "less than 95 % sure" not in page
+    else:
+        assert told[0].startswith(words)
+        assert f"Of the fit half: {words}" in page
+        assert f"Of the held-out half: {words}" in page
 
 
 def test_a_fitted_policy_is_written_with_its_evidence(tmp_path):

@@ -221,6 +221,14 @@ def test_a_broken_attribution_shows_nan_and_no_change(data):
     assert not re.search(r"\bnan\b", text)
 
 
+def test_few_prompts_are_told_beside_the_attribution(data):
+    assert "With 2 prompts the intervals are less than 95 % sure" in map_html(data)
+    assert "With 2 prompts the intervals are less than 95 % sure" in map_markdown(data)
+    enough = {**data, "runs": [{**data["runs"][0], "prompt": p} for p in range(6)]}
+    for text in (map_html(enough), map_markdown(enough)):
+        assert "less than 95 % sure" not in text
+
+
 def test_every_map_is_a_table_with_headings_for_all(data, page):
     tables = {t["id"]: t for t in page.all("table") if "id" in t}
     assert set(tables) == {"steps", "heads"}
