@@ -66,7 +66,7 @@ class Suspect:
 
     @property
     def stands_out(self) -> bool:
-        return self.score >= SCORE and self.factor >= FACTOR
+        return bool(self.score >= SCORE and self.factor >= FACTOR)  # figures may be NumPy's, which JSON has not
 
     def to_dict(self) -> Json:
         figures = {"error": number(self.error), "usual": number(self.usual), "score": number(self.score)}

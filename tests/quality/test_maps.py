@@ -416,7 +416,7 @@ def test_all_places_that_stand_out_are_counted():
     run = {"prompt": 0, "seed": 0, "complete": True, "figures": figures, "heads": None}
     found = AttentionMap({"cells": cells, "ran": ["wan-fast"] * len(cells), "heads": 2, "per_head": False,
                           "runs": [run], "attribution": None, "complete": True})  # fmt: skip
-    summary = found.to_dict()["summary"]
+    summary = json.loads(json.dumps(found.to_dict()))["summary"]
     assert len(summary["suspects"]) == 10
     assert summary["standing_out"] == steps
     assert sum(one.stands_out for one in found.suspects(None)) == steps
