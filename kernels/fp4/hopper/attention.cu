@@ -235,9 +235,9 @@ __device__ __forceinline__ void fit(
         for (int r = 0; r < 2; ++r) {
             // 8.80735 is log2 448. NaN makes the row NaN; infinity, too.
             const float raise = top[r] - rows.reference[r] - 8.80735f;
-            // A little more than needed, as the next large score is likely a little larger. Of DIRECT's range, which
-            // ends three octaves before the exponential's, only where the row did not turn out to be another one.
-            const float more = DIRECT ? (raise < 4.f ? 1.f : 0.f) : 3.f;
+            // More than needed where there is range for it, as the next large score is likely a little larger: DIRECT's
+            // range ends three octaves before the exponential's.
+            const float more = DIRECT ? 0.f : 3.f;
             const float by = raise <= 0.f ? 0.f : ceilf(raise + more);
             rows.reference[r] += by;
             factor[r] = exp2_fast(-by);

@@ -39,8 +39,8 @@ def exact(q, k, v):
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=SCALE).transpose(1, 2)
 
 
-def check(q, k, v, numerics, build=None, limit=0.12):
-    """Against the reference: within `limit` of the policy's own error, and no farther from the truth."""
+def check(q, k, v, numerics, build=None, limit=0.12, farther=1.02):
+    """Against the reference: within `limit` of the policy's own error, and no farther from the truth but for `farther`."""
     lse = not numerics.smooth_k
     out, mine = backend.run(q, k, v, numerics, SCALE, lse, build)
     wanted = reference.attention(q, k, v.float(), numerics, scale=SCALE, return_lse=True)
@@ -49,7 +49,7 @@ def check(q, k, v, numerics, build=None, limit=0.12):
     found, error = rel_l2(out, wanted.out), rel_l2(out, truth)
     rounding = 0.002  # of the output, to BF16
     assert found < limit * own + rounding, (found, own)
-    assert error < 1.02 * own + rounding, (error, own)
+    assert error < farther * own + rounding, (error, own)
     if lse:  # one byte of P is an eighth of an octave at most, and scores have the tensor core's 13 bits
         assert ((mine - wanted.lse).abs() < 0.13 + 2e-3 * wanted.lse.abs()).all(), (mine - wanted.lse).abs().max()
         assert (mine - wanted.lse).abs().mean() < 0.02
@@ -102,13 +102,15 @@ def test_one_key_far_above_the_anchors(name):
 @pytest.mark.parametrize("key", [0, 777], ids=["an anchor", "no anchor"])
 @pytest.mark.parametrize("nats", [3, 6, 9, 10])
 def test_an_attention_sink_leaves_the_others_their_weight(name, key, nats):
-    """One key that all queries score so far above the others, which hold some or most of the weight together."""
+    """One key that all queries score so far above the others, which hold some or most of the weight together.
+
+    At 10 nats they are at the end of fp8-direct's range, from which V's exponents take up to three octaves here."""
     q, k, v = draw(300, 4096, heads=2)
     direction = torch.nn.functional.normalize(torch.randn(128, generator=torch.Generator().manual_seed(1)), dim=0)
     q, k = (t.float() - (t.float() @ direction)[..., None] * direction for t in (q, k))
     q += 12 * direction
     k[:, key] = direction * nats / (12 * SCALE)
-    check(*on_gpu(q.bfloat16(), k.bfloat16(), v), POLICIES[name], limit=0.4)
+    check(*on_gpu(q.bfloat16(), k.bfloat16(), v), POLICIES[name], limit=0.7, farther=1.3)
 
 
 @pytest.mark.parametrize("name", ["fp8-direct", "mxfp8-token-block"])
