@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from wanfp4.cli import common
 from wanfp4.policy import get_policy
 from wanfp4.quality.search_report import SearchReport
 
@@ -103,7 +104,8 @@ def test_a_drift_report_in_the_folder_is_not_written_over(run, refused, tiny_mod
     assert [path.read_bytes() for path in pages] == before
 
 
-def test_a_candidate_for_longer_clips_is_refused(refused, tiny_model):
+def test_a_candidate_for_longer_clips_is_refused_before_the_model_loads(refused, tiny_model, monkeypatch):
+    monkeypatch.setattr(common.Job, "pipeline", lambda *a: pytest.fail("loaded"))
     Path("long.json").write_text(get_policy("wan-fast").with_(name="long", min_tokens=4096).to_json())
     said = refused("search", "--model", tiny_model, "--device", "cpu", "--budget", "0.3", "--policies", "long.json")
     assert "min_tokens=4096" in said
