@@ -40,7 +40,7 @@ def exact(q, k, v):
 
 
 def check(q, k, v, numerics, build=None, limit=0.12, farther=1.02):
-    """Against the reference: within `limit` of the policy's own error, and no farther from the truth but for `farther`."""
+    """Against the reference: within `limit` of the policy's own error, and at most `farther` as far from the truth."""
     lse = not numerics.smooth_k
     out, mine = backend.run(q, k, v, numerics, SCALE, lse, build)
     wanted = reference.attention(q, k, v.float(), numerics, scale=SCALE, return_lse=True)
