@@ -825,7 +825,7 @@ def test_the_bar_ends_at_its_total(pipe, monkeypatch):
     monkeypatch.setattr(runs_module, "HELD_BYTES", 1)
     made, original = Counter(), Runs._check
     monkeypatch.setattr(Runs, "_check", lambda self, pair, *a: made.update([pair]) or original(self, pair, *a))
-    searched(pipe, seeds=[0, 1], shares=[0.3], budget={"velocity": 0.005, "velocity-mean": 1e-9}, checks=1)
+    searched(pipe, seeds=[0, 1], shares=[0.6], budget={"velocity": 0.005, "velocity-mean": 1e-9}, checks=1)
     assert max(made.values()) > 1
     assert bars[0].n == bars[0].total
 
