@@ -372,6 +372,7 @@ def test_nan_is_the_worst_there_is_and_never_averaged_away(monkeypatch, pipe):
     data = found.to_dict()
     assert data["summary"]["layers"][2]["rel_l2"]["median"] == "NaN"
     assert ">NaN<" in module.map_html(data)
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
     # No figure is made up for it.
     assert str(worst) == "transformer, layer 2, step 2: the result holds NaN or infinity"
     assert data["summary"]["suspects"][0]["error"] == "NaN"
