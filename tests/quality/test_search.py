@@ -855,6 +855,7 @@ def test_pages(whole):
     identifiers = re.findall(r'\bid="([^"]+)"', html)
     assert len(identifiers) == len(set(identifiers))
     assert set(re.findall(r'aria-labelledby="([^"]+)"', html)) <= set(identifiers)
+    assert f"weights sha256 {report.data['model']['weights'][:16]}, its own attention" in html
     for result in report.data["results"]:
         assert result["text"][1:] in html
         for row in (result["searched"], *result["baselines"]):
