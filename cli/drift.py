@@ -10,7 +10,7 @@ import typer
 from wanfp4.cli import common
 from wanfp4.cli.latents import refuse_inputs
 from wanfp4.cli.task import CLIPS, PAIRS, refuse_others, task_table
-from wanfp4.errors import SettingsError
+from wanfp4.errors import OutputError, SettingsError
 
 if TYPE_CHECKING:
     from wanfp4.quality.report import DriftReport
@@ -158,6 +158,11 @@ def drift(
     for page in PAGES:
         refuse_inputs(output / page, inputs)
     common.refuse_finished(output / "report.json", "report", force)
+    if not force and (output / "search.json").is_file() and not (output / "report.json").is_file():
+        raise OutputError(
+            f"{str(output)!r} holds a search, whose report.html and report.md would be written over; "
+            "choose another folder, or add --force"
+        )
 
     from wanfp4.quality.drift import drift as measure
     from wanfp4.quality.files import output_folder

@@ -106,6 +106,15 @@ def test_no_prompt_and_no_example(monkeypatch, model, tmp_path):
     assert "at least one prompt" in plain(result.stderr)
 
 
+def test_a_search_in_the_folder_keeps_its_pages(model, tmp_path):
+    (tmp_path / "search.json").write_text("{}")
+    (tmp_path / "report.html").write_text("the search's")
+    result = run("--model", model, "--policies", "bf16", "--prompt", "a red circle", "-o", tmp_path, *SIZE)
+    assert result.exit_code == 2
+    assert "holds a search, whose report.html and report.md would be written over" in result.stderr
+    assert (tmp_path / "report.html").read_text() == "the search's"
+
+
 def test_a_finished_report_is_not_overwritten_unasked(monkeypatch, model, tmp_path):
     args = ("--model", model, "--policies", "bf16", "--prompt", "a red circle", "--seeds", "0", "-o", tmp_path, *SIZE)
     assert run(*args).exit_code == 0
