@@ -12,8 +12,7 @@ import typer
 from wanfp4.cli import common
 from wanfp4.errors import OutputError, SettingsError, brief
 from wanfp4.policy import Policy, get_policy, policies
-
-SCHEMA = 1
+from wanfp4.quality.results import BENCH
 
 
 def bench(
@@ -77,8 +76,8 @@ def bench(
             raise OutputError(f"{str(json_file)!r} exists; choose another --json, or --force to overwrite it")
     pairs = chosen(policy, backend, place)
     report: dict[str, Any] = {
-        "kind": "wanfp4 bench",
-        "schema": SCHEMA,
+        "kind": BENCH.kind,
+        "schema": BENCH.schema,
         "created": common.now(),
         "command": common.command_line(),
         "versions": {**environment.versions(), **more_versions()},

@@ -11,11 +11,10 @@ from wanfp4.cli import common
 from wanfp4.cli.latents import refuse_inputs
 from wanfp4.cli.task import CLIPS, PAIRS, refuse_others, task_table
 from wanfp4.errors import OutputError, SettingsError
+from wanfp4.quality.results import DRIFT
 
 if TYPE_CHECKING:
     from wanfp4.quality.report import DriftReport
-
-PAGES = ("report.html", "report.md", "report.json")
 
 
 def drift(
@@ -155,7 +154,7 @@ def drift(
     )
     check_backend(plan.policies, backend, job.device)
     inputs = [*map(Path, names), *([prompts] if prompts is not None else [])]
-    for page in PAGES:
+    for page in DRIFT.files:
         refuse_inputs(output / page, inputs)
     common.refuse_finished(output / "report.json", "report", force)
     if not force and (output / "search.json").is_file() and not (output / "report.json").is_file():
@@ -183,7 +182,7 @@ def drift(
             command=common.command_line(),
         )
         report.save(output)
-    for line in (*(str(output / page) for page in PAGES), "", *_table(report)):
+    for line in (*(str(output / page) for page in DRIFT.files), "", *_table(report)):
         typer.echo(line)
     violations = report.check(plan.budget)
     for violation in violations:

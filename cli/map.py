@@ -9,6 +9,7 @@ import typer
 
 from wanfp4.cli import common
 from wanfp4.cli.latents import refuse_inputs
+from wanfp4.quality.results import MAP
 
 if TYPE_CHECKING:
     from wanfp4.quality.maps import AttentionMap
@@ -89,10 +90,9 @@ def attention_map(
     check_backend(plan.policies, backend, job.device)
 
     from wanfp4.quality.files import output_folder
-    from wanfp4.quality.maps import PAGES
     from wanfp4.quality.maps import attention_map as measure
 
-    for page in PAGES:
+    for page in MAP.files:
         refuse_inputs(output / page, [Path(policy), *([prompts] if prompts is not None else [])])
     common.refuse_finished(output / "map.json", "map", force)
 
@@ -115,7 +115,7 @@ def attention_map(
             command=common.command_line(),
         )
         found.save(output)
-    for line in (*(str(output / page) for page in PAGES), "", *_lines(found)):
+    for line in (*(str(output / page) for page in MAP.files), "", *_lines(found)):
         typer.echo(line)
 
 

@@ -15,6 +15,7 @@ import typer
 from wanfp4.cli import common
 from wanfp4.cli.latents import refuse_inputs
 from wanfp4.errors import ModelError, OutputError, SettingsError, brief
+from wanfp4.quality.results import TASK
 
 if TYPE_CHECKING:
     import torch
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-KIND, SCHEMA = "wanfp4 task table", 1
-PAGES = ("task.html", "task.md", "task.json")
 CLIPS, PAIRS = 200, 0.3
 
 # What has to be the same for finished rows to stand beside new ones, with how a sentence calls it.
@@ -76,7 +75,7 @@ def task_table(
     chosen = [name for name, p in presets().items() if not p.numerics.is_exact] if policies is None else policies
     plan = make_plan(info, chosen, tasks[0].prompt, seed, settings=settings)
     check_backend(plan.policies, backend, device)
-    for page in PAGES:
+    for page in TASK.files:
         refuse_inputs(output / page, [Path(name) for name in chosen])
     earlier = None if force else _earlier(output)
     _check_words(source)
@@ -128,7 +127,7 @@ def task_table(
 def _report(output: Path, data: Json) -> None:
     from wanfp4.quality.task_pages import task_lines
 
-    for line in (*(str(output / page) for page in PAGES), "", *task_lines(data)):
+    for line in (*(str(output / page) for page in TASK.files), "", *task_lines(data)):
         typer.echo(line)
 
 
@@ -184,8 +183,8 @@ def _header(
     several = sum(len(t.spec.objects) > 1 for t in tasks)
     model = json.loads(json.dumps(info.to_dict()))  # its tuples become the lists that a file gives back
     return {
-        "kind": KIND,
-        "schema": SCHEMA,
+        "kind": TASK.kind,
+        "schema": TASK.schema,
         "complete": False,
         "created": common.now(),
         "command": common.command_line(),
@@ -280,7 +279,7 @@ def _earlier(output: Path) -> Json | None:
         return None
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        known = (data["kind"], data["schema"]) == (KIND, SCHEMA)
+        known = (data["kind"], data["schema"]) == (TASK.kind, TASK.schema)
     except (OSError, ValueError, TypeError, KeyError):
         known = False
     if not known:

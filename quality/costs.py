@@ -41,7 +41,6 @@ _BITS = {
     "nvfp4-folded": 4,
     "mxfp4-direct": 4,
 }
-BENCH_KIND = BENCH.kind
 BASELINES = ("sdpa cudnn", "sdpa", "bf16")
 
 
@@ -78,9 +77,9 @@ def measured(
     """
     try:
         data = json.loads(Path(bench).read_text(encoding="utf-8"))
-        rows = [row for row in data["attention"] if row["times"]] if data["kind"] == BENCH_KIND else None
+        rows = [row for row in data["attention"] if row["times"]] if data["kind"] == BENCH.kind else None
         if rows is None:
-            raise ValueError(f"its kind is {data['kind']!r}, not {BENCH_KIND!r}")
+            raise ValueError(f"its kind is {data['kind']!r}, not {BENCH.kind!r}")
         if not rows:
             raise ValueError("it has no times of attention; make some with wanfp4 bench --shape TOKENSxHEADS --json")
         row = min(rows, key=lambda one: abs(math.log(one["tokens"] / tokens)))

@@ -42,7 +42,6 @@ from wanfp4.quality.suspects import SMALLEST, TOLERATED, Suspect, suspects
 log = logging.getLogger("wanfp4")
 
 KIND, SCHEMA = MAP.kind, MAP.schema
-PAGES = ("map.html", "map.md", "map.json")
 # Steps of a run whose calls are attributed: the first, the last and those between, evenly spaced.
 ATTRIBUTED_STEPS = 3
 # Suspicious places that are listed.

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 REPORT_KIND, SCHEMA_VERSION = DRIFT.kind, DRIFT.schema
 
-PAGES = ("report.html", "report.md")
 # Names as reports give them to their clips and strips: nothing else that an old report.json lists is ever removed.
 _MEDIA_NAME = re.compile(r"(videos/p\d+-s\d+-[A-Za-z0-9._-]+\.mp4|strips/p\d+-s\d+-[A-Za-z0-9._-]+\.jpg)")
 
@@ -216,7 +215,7 @@ def _remove_earlier(folder: Path) -> None:
     media = [p for p in media if p.is_file() and not p.is_symlink() and not p.parent.is_symlink()]
     try:
         # The list goes last: what an interruption leaves is still on it.
-        for path in (*media, *(folder / page for page in PAGES), listing):
+        for path in (*media, *(folder / page for page in DRIFT.pages), listing):
             path.unlink(missing_ok=True)
         for parent in {path.parent for path in media}:
             if parent.is_dir() and not any(parent.iterdir()):

@@ -6,9 +6,12 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from wanfp4.errors import OutputError, SettingsError
-from wanfp4.quality.aggregate import Json
+
+if TYPE_CHECKING:  # commands read this file before anything is worth loading torch for
+    from wanfp4.quality.aggregate import Json
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,11 @@ class Result:
     schema: int
     pages: tuple[str, ...]
     command: str
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """All that the command always writes, pages first."""
+        return (*self.pages, self.file)
 
     @property
     def needed(self) -> str:
