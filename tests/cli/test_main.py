@@ -17,6 +17,8 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 
 
 def wanfp4_process(*args, cwd, **kwargs):
+    # Where tests run in the background Ctrl-C is ignored, which children would inherit.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     command = [sys.executable, "-m", "wanfp4", *map(str, args)]
     return subprocess.Popen(command, cwd=cwd, env=ENVIRONMENT, stdout=-1, stderr=-1, text=True, **kwargs)
 

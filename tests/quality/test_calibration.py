@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
 from safetensors import safe_open
 from tiny import FRAMES, HEIGHT, TOKENS, WIDTH, tiny_pipeline
 
@@ -211,6 +212,7 @@ def test_a_recording_is_of_one_attention_machine_and_version(tmp_path, counted, 
     counted.update(stop=False, prompts=[])
     before = (tmp_path / recording.MANIFEST).read_bytes()
     if change == "attention":
+        monkeypatch.setattr(Registry, "_active_backend", Registry._active_backend)  # set_attention_backend leaks it
         pipe.transformer.set_attention_backend("_native_math")
     if change == "threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
@@ -309,7 +311,8 @@ def test_a_bench_computes_what_the_reference_does():
 def held():
     """Bytes of all tensors that are alive."""
     gc.collect()
-    storages = (t.untyped_storage() for t in gc.get_objects() if type(t) is torch.Tensor)
+    tensors = (t for t in gc.get_objects() if type(t) is torch.Tensor and t.layout == torch.strided)
+    storages = (t.untyped_storage() for t in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import tiny
 import torch
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
 from search_cases import ACCURATE, FAST, grid_of, steps_of
 from tiny import FRAMES, HEIGHT, WIDTH, generate, tiny_pipeline
 
@@ -172,7 +173,7 @@ def test_another_target_uses_what_was_measured(pipe, whole, monkeypatch):
     assert again.data["results"] == report.data["results"]
 
 
-def test_nothing_is_mixed_with_another_model_or_settings(pipe, whole, tmp_path):
+def test_nothing_is_mixed_with_another_model_or_settings(pipe, whole, tmp_path, monkeypatch):
     _, folder = whole
     with pytest.raises(OutputError, match="another settings"):
         searched(pipe, folder=folder, steps=2)
@@ -187,6 +188,7 @@ def test_nothing_is_mixed_with_another_model_or_settings(pipe, whole, tmp_path):
     with pytest.raises(OutputError, match="another model"):
         searched(nearly, folder=folder)
     attended = tiny_pipeline()
+    monkeypatch.setattr(Registry, "_active_backend", Registry._active_backend)  # set_attention_backend leaks it
     attended.transformer.set_attention_backend("_native_math")
     with pytest.raises(OutputError, match="another attention of its own"):
         searched(attended, folder=folder)
