@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 
 from wanfp4.quality.aggregate import Json
 from wanfp4.quality.pages import environment, figure
@@ -33,10 +34,10 @@ def task_markdown(data: Json) -> str:
 def task_lines(data: Json) -> list[str]:
     """The table in columns, for a terminal: rates in per cent, without intervals."""
     shared = context(data)
-    one, two = ([f"{group}: {a}" if i == 0 else a for i, a in enumerate(ATTRIBUTES)] for group in GROUPS.values())
-    rows = [["", *one, *two, f"as {shared['own']}", "as asked", "lost/gained", "p", "ran on"]]
+    heads = [f"{group}: {a}" if i == 0 else a for group in shared["groups"].values() for i, a in enumerate(ATTRIBUTES)]
+    rows = [["", *heads, f"as {shared['own']}", "as asked", "lost/gained", "p", "ran on"]]
     for row in data["rows"]:
-        marks = [percent(f) if f else "–" for f in cells(row)]
+        marks = [percent(f) if f else "–" for f in shared["cells"](row)]
         agrees, split = row.get("agreement"), row.get("paired")
         rows.append(
             [
@@ -54,9 +55,9 @@ def task_lines(data: Json) -> list[str]:
     return [*lines, *([shared["partial"]] if shared["partial"] else [])]
 
 
-def cells(row: Json) -> list[Json | None]:
+def cells(row: Json, groups: Iterable[str]) -> list[Json | None]:
     """The rates of a row in the order of the columns; None where there was nothing to count."""
-    return [row["table"].get(group, {}).get(a) for group in GROUPS for a in ATTRIBUTES]
+    return [row["table"].get(group, {}).get(a) for group in groups for a in ATTRIBUTES]
 
 
 def percent(rate: Json) -> str:
@@ -92,12 +93,13 @@ def context(data: Json) -> Json:
     """What templates need of a task table beside its own values."""
     own = DTYPES.get(data["model"]["dtype"], data["model"]["dtype"])
     rows = data["rows"]
+    groups = {name: title for name, title in GROUPS.items() if data["tasks"][name]}
     titles = {row["name"]: row["name"] for row in rows}
     titles[REFERENCE] = own
     return {
         "own": own,
         "titles": titles,
-        "groups": GROUPS,
+        "groups": groups,
         "attributes": ATTRIBUTES,
         "several": len(data["planned"]) > 3,
         "partial": _partial(data),
@@ -105,7 +107,7 @@ def context(data: Json) -> Json:
         "policies": [row for row in rows if row["name"] not in (REFERENCE, FLOOR)],
         "inside": _inside(rows),
         "reading": reading,
-        "cells": cells,
+        "cells": functools.partial(cells, groups=groups),
         "percent": percent,
         "interval": interval,
         "p_value": p_value,

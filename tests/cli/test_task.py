@@ -90,6 +90,9 @@ def test_clips_of_two_objects_alone(drift, monkeypatch):
     assert (data["tasks"]["one"], data["tasks"]["two"]) == (0, 3)
     assert list(data["rows"][0]["table"])[:1] == ["two"]
     assert "of one object and 3 of two" in Path("out", "task.md").read_text()
+    assert "two objects: shape" in result.stdout
+    for shown in (result.stdout, *(Path("out", page).read_text() for page in ("task.md", "task.html"))):
+        assert not re.search("one object(: shape|</th>)", shown, re.IGNORECASE)
 
 
 def unseen(tasks):
