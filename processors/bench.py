@@ -153,18 +153,9 @@ def step(
     """
     if model not in MODELS:
         raise SettingsError(f"there is no model {model!r} to build; {', '.join(MODELS)} are known")
-    frames, height, width = size
-    if frames % 4 != 1 or height % 16 or width % 16:
-        raise SettingsError(f"Wan makes 4k+1 frames of multiples of 16 pixels, not {frames} of {height} x {width}")
+    tokens = tokens_of(size)
     transformer = build(MODELS[model], layers, device)
-    generator = torch.Generator(device).manual_seed(0)
-
-    def noise(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, generator=generator).bfloat16()
-
-    latents = noise(1, 16, (frames - 1) // 4 + 1, height // 8, width // 8)
-    text = noise(1, TEXT_TOKENS, TEXT_DIM)
-    timestep = torch.tensor([500], device=device)
+    given = inputs(size, device)
     clock = _clock(device)
     times: dict[str, dict[str, Any]] = {}
     seconds: dict[str, list[float]] = {}
@@ -173,7 +164,7 @@ def step(
         clock.start()
         try:
             with torch.inference_mode():
-                transformer(hidden_states=latents, timestep=timestep, encoder_hidden_states=text, return_dict=False)
+                transformer(**given, return_dict=False)
         finally:
             clock.stop()
             elapsed = clock.seconds()[0]
@@ -204,9 +195,31 @@ def step(
         low, median, high = statistics.quantiles(measured, n=4, method="inclusive")
         times[name] |= {"median": median, "low": low, "high": high}
     _compare(times, ("own",))
-    tokens = ((frames - 1) // 4 + 1) * (height // 16) * (width // 16)
     about = {"model": model, "layers": len(transformer.blocks), "weights": "random", "size": list(size)}
     return {**about, "tokens": tokens, "rounds": rounds, "gpu": verify.smi(device), "times": times}
+
+
+def tokens_of(size: tuple[int, int, int]) -> int:
+    """Self-attention tokens of frames, height and width in pixels. Raises SettingsError for sizes that Wan lacks."""
+    frames, height, width = size
+    if frames % 4 != 1 or height % 16 or width % 16:
+        raise SettingsError(f"Wan makes 4k+1 frames of multiples of 16 pixels, not {frames} of {height} x {width}")
+    return ((frames - 1) // 4 + 1) * (height // 16) * (width // 16)
+
+
+def inputs(size: tuple[int, int, int], device: torch.device) -> dict[str, Tensor]:
+    """A forward pass's arguments from N(0, 1) in BF16, for frames, height and width in pixels, at timestep 500."""
+    frames, height, width = size
+    generator = torch.Generator(device).manual_seed(0)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator).bfloat16()
+
+    return {
+        "hidden_states": noise(1, 16, (frames - 1) // 4 + 1, height // 8, width // 8),
+        "timestep": torch.tensor([500], device=device),
+        "encoder_hidden_states": noise(1, TEXT_TOKENS, TEXT_DIM),
+    }
 
 
 def build(shape: Shape, layers: int | None, device: torch.device, text_dim: int = TEXT_DIM) -> Any:

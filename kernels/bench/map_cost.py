@@ -35,14 +35,8 @@ SIZES = ((12, "81x480x832"), (12, "17x512x768"), (40, "41x480x832"))
 
 def measure(policy: str, heads: int, size: tuple[int, int, int], device: torch.device, rounds: int) -> dict[str, Any]:
     """Milliseconds of a forward pass, plain and mapped."""
-    frames, height, width = size
     model = bench.build(bench.Shape(heads, LAYERS, heads * HEAD_DIM * 5), None, device)
-    generator = torch.Generator(device).manual_seed(0)
-    latents, text = (
-        torch.randn(shape, device=device, generator=generator).bfloat16()
-        for shape in ((1, 16, (frames - 1) // 4 + 1, height // 8, width // 8), (1, bench.TEXT_TOKENS, bench.TEXT_DIM))
-    )
-    timestep = torch.tensor([500], device=device)
+    given = bench.inputs(size, device)
     numerics = get_policy(policy).numerics
     watcher = shadow.Shadow()
 
@@ -59,10 +53,10 @@ def measure(policy: str, heads: int, size: tuple[int, int, int], device: torch.d
         with torch.inference_mode():
             if mapped:
                 with patch(model, "bf16") as handle, handle.observing(watch):
-                    model(latents, timestep, text, return_dict=False)
+                    model(**given, return_dict=False)
                 watcher.take()
             else:
-                model(latents, timestep, text, return_dict=False)
+                model(**given, return_dict=False)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return (time.perf_counter() - start) * 1e3
@@ -86,10 +80,10 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         for heads, text in ((arguments.heads, arguments.size),) if arguments.size else SIZES:
-            frames, height, width = parse_size(text)
-            tokens = ((frames - 1) // 4 + 1) * (height // 16) * (width // 16)
+            size = parse_size(text)
+            tokens = bench.tokens_of(size)
             for policy in arguments.policy or ("wan-fast", "nvfp4", "fp8-direct"):
-                made = measure(policy, heads, (frames, height, width), device, arguments.rounds)
+                made = measure(policy, heads, size, device, arguments.rounds)
                 ratio = made["mapped"] / made["plain"]
                 print(
                     f"{heads} heads, {tokens:,} tokens, {policy:<12} plain {made['plain']:7.1f} ms, "
