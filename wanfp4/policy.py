@@ -218,9 +218,14 @@ class Guard:
         )
 
 
+def guarded(numerics: Numerics, guard: Guard | None) -> Numerics:
+    """What a call computes where its guard, if it has one, takes effect."""
+    return numerics if guard is None else guard.apply(numerics)
+
+
 def guarding(numerics: Numerics, guard: Guard | None) -> bool:
     """Whether a call's guard has something to decide."""
-    return guard is not None and guard.apply(numerics) != numerics
+    return guarded(numerics, guard) != numerics
 
 
 @dataclass(frozen=True)

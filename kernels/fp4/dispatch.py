@@ -18,7 +18,7 @@ from wanfp4.kernels import emulated, reference
 from wanfp4.kernels.blackwell import backend as sm100
 from wanfp4.kernels.hopper import ada as sm89
 from wanfp4.kernels.hopper import backend as sm90
-from wanfp4.policy import Guard, Numerics, Policy, get_policy
+from wanfp4.policy import Guard, Numerics, Policy, get_policy, guarded, guarding
 
 HEAD_DIM = 128
 
@@ -111,9 +111,8 @@ def _reference(
     q: Tensor, k: Tensor, v: Tensor, numerics: Numerics, guard: Guard | None, scale: float, return_lse: bool
 ) -> Outcome:
     notes: dict[str, int] = {}
-    guarded = numerics if guard is None else guard.apply(numerics)
-    if guard is not None and guarded != numerics and reference.sampled_logit(q, k, scale) > guard.logit_limit:
-        numerics = guarded
+    if guard is not None and guarding(numerics, guard) and reference.sampled_logit(q, k, scale) > guard.logit_limit:
+        numerics = guarded(numerics, guard)
         notes["guarded"] = 1
     result = reference.attention(q, k, v, numerics, scale=scale, return_lse=return_lse)
     if result.rows_shifted:

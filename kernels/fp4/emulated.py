@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from wanfp4.kernels.devices import no_gpu, unfit, wrong_device
-from wanfp4.policy import Guard, Numerics, guarding
+from wanfp4.policy import Guard, Numerics, guarded, guarding
 
 TILE = 128
 LOG2_E = math.log2(math.e)
@@ -237,11 +237,6 @@ def _run(
     return Launched(out, lse, rounded.flag)
 
 
-def anchored(numerics: Numerics, guard: Guard | None) -> Numerics:
-    """What a call computes where its guard, if it has one, takes effect."""
-    return numerics if guard is None else guard.apply(numerics)
-
-
 def quantize(
     q: Tensor, k: Tensor, v: Tensor, numerics: Numerics, guard: Guard | None, scale: float, return_lse: bool
 ) -> Rounded:
@@ -281,7 +276,7 @@ def quantize(
     )
     # Fused multiply-adds would give other sums of squared errors than the contract's.
     exactly = {"enable_fp_fusion": False} if n.qk == "nvfp4-folded" else {}
-    anchor = anchored(n, guard).anchors
+    anchor = guarded(n, guard).anchors
     # Few tokens for many registers; the interpreter's cost is the number of programs.
     few = TILE if interpreted() else 32
     q_tile = TILE if n.smooth_q else few
@@ -328,7 +323,7 @@ def multiply(
     flat, q_padded, k_padded = batch * heads, rounded.q.shape[1], rounded.k.shape[1]
     out = torch.empty(batch, queries, heads, TILE, dtype=v.dtype, device=q.device)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device) if return_lse else None
-    meant = anchored(n, guard)
+    meant = guarded(n, guard)
     margin = meant.margin * (scale if meant.margin_unit == "raw" else 1.0)
     c = n.classifier
 

@@ -29,7 +29,7 @@ from wanfp4.errors import BackendError, PolicyError
 from wanfp4.kernels.blackwell import cache
 from wanfp4.kernels.blackwell.cache import Function, Kernel, Kernels
 from wanfp4.kernels.devices import no_gpu, unfit, wrong_device
-from wanfp4.policy import Guard, Numerics, guarding, policies
+from wanfp4.policy import Guard, Numerics, guarded, guarding, policies
 
 TILE = 128
 LOG2_E = math.log2(math.e)
@@ -177,7 +177,7 @@ def plan(numerics: Numerics, guard: Guard | None, dtype: torch.dtype, return_lse
     from wanfp4.kernels.blackwell.quantize import QuantizerOptions
 
     decides = guarding(numerics, guard)
-    anchored = guard.apply(numerics) if guard is not None and decides else numerics
+    anchored = guarded(numerics, guard)
     c = numerics.classifier
     forward = Options(
         classifier=c.kind,
