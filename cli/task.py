@@ -15,7 +15,7 @@ import typer
 from wanfp4.cli import common
 from wanfp4.cli.latents import refuse_inputs
 from wanfp4.errors import ModelError, OutputError, SettingsError, brief
-from wanfp4.quality.results import TASK
+from wanfp4.quality.results import TASK, read_earlier
 
 if TYPE_CHECKING:
     import torch
@@ -274,19 +274,10 @@ def _save(output: Path, data: Json) -> None:
 
 def _earlier(output: Path) -> Json | None:
     """The unfinished table in a folder. Raises OutputError for a finished one, and for a task.json that is none."""
-    path = output / "task.json"
-    if not path.is_file():
-        return None
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        known = (data["kind"], data["schema"]) == (TASK.kind, TASK.schema)
-    except (OSError, ValueError, TypeError, KeyError):
-        known = False
-    if not known:
-        raise OutputError(f"{str(path)!r} is not a task table of this version; choose another folder, or add --force")
-    if data["complete"]:
+    data = read_earlier(output, TASK)
+    if data is not None and data["complete"]:
         raise OutputError(f"{str(output)!r} holds a finished table; choose another folder, or add --force")
-    return dict(data)
+    return data
 
 
 def _finished(earlier: Json, data: Json, rows: Sequence[tuple[str, Policy | None, Any]], output: Path) -> list[Json]:

@@ -76,6 +76,40 @@ def read_result(path: str | Path, result: Result) -> Json:
     return dict(data)
 
 
+def read_earlier(folder: Path, result: Result) -> Json | None:
+    """The JSON values of a result in a folder to go on with, None where there is none. Raises OutputError for a file of
+    that name which is something else and would be lost."""
+    path = folder / result.file
+    if not path.is_file():
+        return None
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        known = (data["kind"], data["schema"]) == (result.kind, result.schema)
+    except (OSError, ValueError, TypeError, KeyError):
+        known = False
+    if not known:
+        raise OutputError(
+            f"{str(path)!r} is not a {result.what} of this version; choose another folder, or add --force"
+        )
+    return dict(data)
+
+
+def owned(path: str | Path, result: Result, media: Iterable[str] = ()) -> list[Path]:
+    """The files that a result consists of: its JSON, its pages, and `media`, named as from its folder."""
+    file = listing(path, result)
+    return [file, *(file.parent / name for name in (*result.pages, *media))]
+
+
+def refuse_pages(folder: Path, mine: Result, other: Result) -> None:
+    """Raise OutputError when `folder` holds an `other` result, whose pages a new one of `mine` would replace."""
+    if (folder / other.file).is_file():
+        shared = " and ".join(page for page in other.pages if page in mine.pages)
+        raise OutputError(
+            f"{str(folder)!r} holds a {other.what}, whose {shared} would be written over; choose another folder, "
+            "or add --force"
+        )
+
+
 def refuse_own(output: str | Path, owned: Iterable[Path], owner: str) -> None:
     """Raise OutputError when `output` is one of the files that belong to `owner`, in words."""
     output = Path(output)

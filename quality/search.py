@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,8 +28,9 @@ from wanfp4.quality import costs
 from wanfp4.quality.aggregate import Json, number
 from wanfp4.quality.cells import Grid, check_candidates, check_length, groups_of
 from wanfp4.quality.files import output_folder
-from wanfp4.quality.jobs import attention_of, header, log_above_bar, quiet, said_once, weights_digest
+from wanfp4.quality.jobs import attention_of, essence, header, log_above_bar, quiet, said_once, weights_digest
 from wanfp4.quality.plan import DEFAULT_SEEDS, check_call, make_plan
+from wanfp4.quality.results import SEARCH, read_earlier
 from wanfp4.quality.runs import Runs
 from wanfp4.quality.search_files import claim
 from wanfp4.quality.search_job import Job
@@ -225,22 +225,16 @@ def _take_over(folder: Path, state: Json) -> None:
 
     Raises OutputError when the folder's search is of something else: it would be lost.
     """
-    path = folder / "search.json"
-    if not path.is_file():
+    earlier = read_earlier(folder, SEARCH)
+    if earlier is None:
         return
-    try:
-        earlier = json.loads(path.read_text(encoding="utf-8"))
-        known = (earlier["kind"], earlier["schema"]) == (KIND, SCHEMA)
-    except (OSError, ValueError, TypeError, KeyError):
-        known = False
-    if not known:
-        raise OutputError(f"{str(path)!r} is not a search of this version; choose another folder, or add --force")
     if "weights" not in (earlier.get("model") or {}):
+        path = str(folder / SEARCH.file)
         raise OutputError(
-            f"{str(path)!r} is of an earlier version, which did not keep the weights' digest: whether its figures are "
+            f"{path!r} is of an earlier version, which did not keep the weights' digest: whether its figures are "
             "of this model is not known; choose another folder, or add --force"
         )
-    wrong = [words for key, words in _SAME.items() if _essence(key, earlier.get(key)) != _essence(key, state[key])]
+    wrong = [words for key, words in _SAME.items() if essence(key, earlier.get(key)) != essence(key, state[key])]
     if wrong:
         raise OutputError(
             f"{str(folder)!r} holds a search with another {', '.join(wrong)}; give the same to go on with it, choose "
@@ -248,10 +242,3 @@ def _take_over(folder: Path, state: Json) -> None:
         )
     for key in ("steps", "references", "measured"):
         state[key] = earlier[key]
-
-
-def _essence(key: str, value: Any) -> Any:
-    """What has to agree: of a model neither its name nor what its folder says of defaults, as the weights' digest says
-    which it is and `settings` what was used."""
-    left_out = {"machine": ("threads",), "model": ("model", "defaults", "source")}.get(key, ())
-    return {k: v for k, v in value.items() if k not in left_out} if isinstance(value, dict) else value

@@ -181,7 +181,8 @@ class Job:
             yield wanted
             measured = self.runs.velocities(policy, self.backend, self.held_out, free=True)
             kind = "velocity-mean" if target.kind == SHARE else target.kind
-            predicted, found = metric(self.known.predict(chosen), kind), metric(measured, kind)
+            expected = self.known.predict(chosen)
+            predicted, found = metric(expected, kind), metric(measured, kind)
             kept = finite(measured) if target.kind == SHARE else found <= target.limit
             tried.append(
                 {
@@ -190,7 +191,7 @@ class Job:
                     "exact": exact,
                     "predicted": number(predicted),
                     "measured": number(found),
-                    "predicted_mean": number(metric(self.known.predict(chosen), "velocity-mean")),
+                    "predicted_mean": number(metric(expected, "velocity-mean")),
                     "measured_mean": number(metric(measured, "velocity-mean")),
                     "time": number(self.grid.time(chosen)),
                     "share": number(self.grid.share(chosen)),

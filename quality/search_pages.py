@@ -9,6 +9,7 @@ from typing import Any
 from wanfp4.quality.aggregate import Json
 from wanfp4.quality.intervals import few
 from wanfp4.quality.map_pages import spread
+from wanfp4.quality.medians import badness
 from wanfp4.quality.pages import count, environment, figure, percent
 from wanfp4.quality.plots import SERIES_COLOURS, Curve, Dot, scatter_chart, step_chart
 from wanfp4.quality.search_files import left, policy_file
@@ -60,7 +61,7 @@ def reading(result: Mapping[str, Any]) -> str:
     if not result["kept"]:
         if not result["rounds"]:
             return f"{result['text']}: no policy but BF16 is predicted to keep it."
-        closest = min(result["rounds"], key=lambda one: _worse(one["measured"]))
+        closest = min(result["rounds"], key=lambda one: badness(one["measured"]))
         return (
             f"{result['text']}: no policy was verified to keep it in {count(len(result['rounds']), 'round')}; the "
             f"closest had {figure(closest['measured'])}."
@@ -101,10 +102,6 @@ def _with_interval(one: Mapping[str, Any]) -> str:
     if not math.isfinite(float(one["low"])):
         return middle
     return f"{middle} ({figure(one['low'])} to {figure(one['high'])})"
-
-
-def _worse(value: float | str) -> float:
-    return math.inf if math.isnan(float(value)) else float(value)
 
 
 def context(data: Json) -> Json:
