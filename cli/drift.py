@@ -10,8 +10,8 @@ import typer
 from wanfp4.cli import common
 from wanfp4.cli.latents import refuse_inputs
 from wanfp4.cli.task import CLIPS, PAIRS, refuse_others, task_table
-from wanfp4.errors import OutputError, SettingsError
-from wanfp4.quality.results import DRIFT
+from wanfp4.errors import SettingsError
+from wanfp4.quality.results import DRIFT, SEARCH, refuse_pages
 
 if TYPE_CHECKING:
     from wanfp4.quality.report import DriftReport
@@ -157,11 +157,8 @@ def drift(
     for page in DRIFT.files:
         refuse_inputs(output / page, inputs)
     common.refuse_finished(output / "report.json", "report", force)
-    if not force and (output / "search.json").is_file() and not (output / "report.json").is_file():
-        raise OutputError(
-            f"{str(output)!r} holds a search, whose report.html and report.md would be written over; "
-            "choose another folder, or add --force"
-        )
+    if not force and not (output / DRIFT.file).is_file():
+        refuse_pages(output, DRIFT, SEARCH)
 
     from wanfp4.quality.drift import drift as measure
     from wanfp4.quality.files import output_folder

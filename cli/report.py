@@ -49,16 +49,13 @@ def compare(
     if len(outputs) == 2 and outputs[0].absolute() == outputs[1].absolute():
         raise OutputError(f"--output and --json name one file, {str(output)!r}; choose two")
 
-    from wanfp4.quality.comparison import check_output, compare_reports
+    from wanfp4.quality.comparison import check_outputs, compare_reports
     from wanfp4.quality.comparison_pages import markdown_text, text_lines
     from wanfp4.quality.files import write
     from wanfp4.quality.report import json_text
 
     found = compare_reports(a, b, pair or [])
-    for path in outputs:
-        check_output(path, a, b)
-        if path.exists() and not force:
-            raise OutputError(f"{str(path)!r} exists; choose another file, or add --force")
+    check_outputs(outputs, a, b, force=force)
     if output is not None:
         write(output, markdown_text(found))
     if json_file is not None:

@@ -149,12 +149,12 @@ def search(
         measured(plan.policies, times, backend, job.info.tokens(plan.settings))
 
     from wanfp4.quality.files import output_folder
-    from wanfp4.quality.search_files import ALONE, PAGES, claim
+    from wanfp4.quality.search_files import PAGES, claim, possible
 
     inputs = [Path(n) for n in names] + [p for p in (prompts, verify_prompts, times) if p is not None]
     labels = [target.label for target in targets]
     written = [one["file"] for one in claim(output, labels, force=force)]
-    for name in (*PAGES, ALONE, *(f"policy-{label}.json" for label in labels), *written):
+    for name in (*possible(labels), *written):
         refuse_inputs(output / name, inputs)
     with output_folder(output):
         pipe = job.pipeline([*plan.prompts, *others])

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wanfp4.errors import SettingsError
+from wanfp4.errors import OutputError, SettingsError
 from wanfp4.quality.aggregate import Json
 from wanfp4.quality.figures import Figure, figures
 from wanfp4.quality.intervals import compare, interval
 from wanfp4.quality.medians import median
 from wanfp4.quality.report import named_files
-from wanfp4.quality.results import DAMAGE, DRIFT, changed_by_hand, listing, read_result, refuse_own
+from wanfp4.quality.results import DAMAGE, DRIFT, changed_by_hand, listing, owned, read_result, refuse_own
 
 COMPARISON_KIND = "wanfp4 drift comparison"
 COMPARISON_SCHEMA = 1
@@ -40,15 +40,15 @@ def read_report(path: str | Path) -> Json:
     return data
 
 
-def check_output(output: str | Path, *reports: str | Path) -> None:
-    """Raise OutputError when `output` is a file of one of the reports: its JSON, its pages, its clips and strips."""
-    for report in reports:
-        file, data = listing(report, DRIFT), read_result(report, DRIFT)
-        try:
-            own = [file, *(file.parent / name for name in (*DRIFT.pages, *named_files(data)))]
-        except DAMAGE as error:
-            raise changed_by_hand(report, DRIFT, error) from None
-        refuse_own(output, own, f"the report {str(report)!r}")
+def check_outputs(outputs: Sequence[Path], *reports: str | Path, force: bool) -> None:
+    """Raise OutputError when one of `outputs` is a file of one of the reports, which are finished: its JSON, its pages,
+    its clips and strips; and, without `force`, when it is there."""
+    own = {report: owned(report, DRIFT, named_files(read_result(report, DRIFT))) for report in reports if outputs}
+    for output in outputs:
+        for report, files in own.items():
+            refuse_own(output, files, f"the report {str(report)!r}")
+        if output.exists() and not force:
+            raise OutputError(f"{str(output)!r} exists; choose another file, or add --force")
 
 
 def compare_reports(a: str | Path, b: str | Path, pair: Sequence[str] = ()) -> Json:

@@ -24,7 +24,7 @@ from wanfp4.quality.lab import Lab, Part, machine_of, policies_of
 from wanfp4.quality.pages import figure, percent, ratio
 from wanfp4.quality.plan import FLOOR, REFERENCE
 from wanfp4.quality.report import named_files
-from wanfp4.quality.results import BENCH, DAMAGE, listing, refuse_own
+from wanfp4.quality.results import BENCH, DAMAGE, owned, refuse_own
 from wanfp4.quality.task_pages import SIGNIFICANT
 
 # A page that opens at once and can be mailed, clips included.
@@ -59,9 +59,8 @@ def save_page(lab: Lab, output: str | Path, *, force: bool = False) -> Path:
 def check_output(lab: Lab, output: Path) -> None:
     """Raise OutputError when writing `output` would replace what a part is made of, or its own page."""
     for part in lab.parts:
-        file = listing(part.path, part.result)
         media = named_files(part.data) if part is lab.report else []
-        refuse_own(output, (file, *(file.parent / name for name in (*part.result.pages, *media))), f"the {part.name}")
+        refuse_own(output, owned(part.path, part.result, media), f"the {part.name}")
 
 
 def lab_html(lab: Lab) -> str:

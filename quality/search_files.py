@@ -14,7 +14,7 @@ from pathlib import Path
 
 from wanfp4.errors import OutputError
 from wanfp4.quality.aggregate import Json
-from wanfp4.quality.results import DRIFT, SEARCH
+from wanfp4.quality.results import DRIFT, SEARCH, refuse_pages
 
 PAGES = ("report.html", "report.md", "search.json")
 ALONE = "policy.json"
@@ -26,7 +26,16 @@ def policy_file(data: Json, label: str) -> str:
     others = [one for one in data.get("files", ()) if one["status"] != SUPERSEDED]
     known = next((one["file"] for one in others if one["target"] == label), None)
     alone = len(data["targets"]) == 1 and not others
-    return str(known or (ALONE if alone else f"policy-{label}.json"))
+    return str(known or (ALONE if alone else _by_target(label)))
+
+
+def possible(labels: Sequence[str]) -> tuple[str, ...]:
+    """All that a search of these targets may write into a folder of its own."""
+    return (*PAGES, ALONE, *map(_by_target, labels))
+
+
+def _by_target(label: str) -> str:
+    return f"policy-{label}.json"
 
 
 def claim(folder: Path, targets: Sequence[str], *, force: bool) -> list[Json]:
@@ -40,11 +49,7 @@ def claim(folder: Path, targets: Sequence[str], *, force: bool) -> list[Json]:
         one["status"] = SUPERSEDED if force or one["status"] == SUPERSEDED else EARLIER
     if force:
         return files
-    if (folder / DRIFT.file).is_file():
-        raise OutputError(
-            f"{str(folder)!r} holds a {DRIFT.what}, and a search would write over its {' and '.join(DRIFT.pages)}; "
-            "choose another folder, or add --force"
-        )
+    refuse_pages(folder, SEARCH, DRIFT)
     known = {one["file"] for one in files} | ({*PAGES} if listing.is_file() else set())
     state = {"targets": list(targets), "files": files}
     wanted = (*PAGES, *(policy_file(state, label) for label in targets))
