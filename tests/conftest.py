@@ -22,6 +22,7 @@ _HELPERS = (
     "kernels/interpreter.py",
     "kernels/emulated_cases.py",
     "kernels/hopper_images.py",
+    "quality/map_cases.py",
     "quality/search_cases.py",
     "simulator/programs.py",
     "simulator/cases.py",
