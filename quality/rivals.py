@@ -14,7 +14,7 @@ from wanfp4.quality.cells import Assignment, Grid, Sensitivities, bins_of, metri
 from wanfp4.quality.drift import FLOOR_BACKEND
 from wanfp4.quality.figures import in_squares
 from wanfp4.quality.intervals import compare, interval
-from wanfp4.quality.runs import Pair, Runs
+from wanfp4.quality.runs import Pair, Runs, velocities_of
 from wanfp4.quality.targets import SHARE, Target
 
 Wanted = tuple[Policy, str | None]  # a policy to measure, and the backend
@@ -46,7 +46,7 @@ class Rivals:
     def measured(self, rival: Rival) -> Json:
         """The row of a policy: what the held-out runs say of it."""
         entries = [self.runs.measure(rival.policy, rival.backend, pair, free=True) for pair in self.held_out]
-        forced = np.array([[float(v) for v in e["velocity"]] for e in entries])
+        forced = velocities_of(entries)
         figures = {
             "velocity_mean": list(forced.mean(axis=1)),
             "velocity_worst": list(forced.max(axis=1)),
